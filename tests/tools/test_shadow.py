@@ -5,7 +5,10 @@ from __future__ import annotations
 import gzip
 import json
 import math
+import re
 import socket
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -37,6 +40,8 @@ from sglang_diffkv.shadow.judge import Judge, Judged, obstacle
 from sglang_diffkv.shadow.report import lines, metrics, render
 from sglang_diffkv.shadow.sampler import Sampler
 from sglang_diffkv.shadow.tally import PARTED, POSITIONS, PROMPTS, Tally
+from tests.tools.certificates import make_certificate
+from tests.tools.fake_server import FakeServer
 from tests.tools.shadowing import FakeModel, Shadow
 from tests.tools.test_page import ATTACK, check_page
 
@@ -488,3 +493,33 @@ def test_a_file_that_is_not_there_and_a_taken_port(tmp_path: Path, capsys: pytes
     assert cli.main([*both, "--file", str(path)]) == 1
     printed = capsys.readouterr()
     assert "was judged" in printed.err and "larger than 4 MiB" in printed.out and "reference did not" in printed.out
+
+
+def test_keys_and_https(tmp_path: Path) -> None:
+    """A client's key is passed on; samples are asked with the proxy's own, over TLS too."""
+    certificate = make_certificate(tmp_path)
+    with FakeServer(keys=lambda path: "k", certificate=certificate) as server:
+        access = Access("k", cacert=certificate[0])
+        with Shadow(server.url, NOBODY, share=1.0, access=access) as shadow:
+            assert requests.get(f"{shadow.url}/v1/models", timeout=10).status_code == 401
+            shown = {"Authorization": "Bearer k"}
+            assert requests.get(f"{shadow.url}/v1/models", headers=shown, timeout=10).json()["data"]
+        with Shadow(server.url, NOBODY, share=1.0) as untrusting:
+            assert requests.get(f"{untrusting.url}/v1/models", headers=shown, timeout=10).status_code == 502
+
+
+def test_the_command_serves_until_it_is_told_to_end() -> None:
+    ports = ["--port", "0", "--report-port", "0"]
+    with FakeModel(counting) as server, FakeModel(counting) as reference:
+        command = [sys.executable, "-m", "sglang_diffkv.shadow", "--url", server.url, "--reference", reference.url]
+        with subprocess.Popen([*command, "--share", "1", *ports], stdout=subprocess.PIPE, text=True) as process:
+            assert process.stdout is not None
+            found = re.fullmatch(r"(\S+) answers for (\S+); figures: (\S+)/\n", process.stdout.readline())
+            assert found and found[2] == server.url
+            assert requests.post(found[1] + GENERATE, json=BODY, timeout=10).json()["output_ids"] == [8, 9, 10, 11]
+            deadline = time.monotonic() + 20
+            while not requests.get(f"{found[3]}/json", timeout=10).json()["requests"]["judged"]:
+                assert time.monotonic() < deadline
+                time.sleep(0.05)
+            process.terminate()
+            assert process.wait(20) == 0
