@@ -237,3 +237,10 @@ def check_rows(rows: torch.Tensor, num_valid: torch.Tensor, state: PageState) ->
     assert rows.ndim == 1 and rows.dtype in (torch.int32, torch.int64) and rows.is_contiguous()
     assert num_valid.shape == (1,) and num_valid.dtype == torch.int32
     assert rows.device == state.device == num_valid.device
+
+
+def check_windows(row_windows: torch.Tensor | None, state: PageState) -> None:
+    """Windows of rows are None, or [R] int32 on the state's device, for every row."""
+    if row_windows is not None:
+        assert row_windows.shape == state.fault.shape and row_windows.dtype == torch.int32
+        assert row_windows.is_contiguous() and row_windows.device == state.device

@@ -185,7 +185,7 @@ def server_url(text: str) -> str:
     return text.strip().rstrip("/")
 
 
-def _key(text: str, where: str) -> str:
+def key_of(text: str, where: str) -> str:
     """A key, empty for none. Whatever is wrong with it, it is not repeated."""
     if not all("!" <= x <= "~" for x in text):
         raise argparse.ArgumentTypeError(f"the key of {where} has a space, a line end or a character outside of ASCII")
@@ -207,7 +207,7 @@ def add_access_arguments(parser: argparse.ArgumentParser, *, admin: bool = False
     """Options of who asks a running server; ``access_of`` reads them. ``admin``: the tool uses ``ADMIN_PATHS``."""
     parser.add_argument(
         KEY_OPTION,
-        type=lambda text: _key(text, KEY_OPTION),
+        type=lambda text: key_of(text, KEY_OPTION),
         metavar="KEY",
         help=f"of the server, if it was started with one (default: {KEY_ENV}, which other users of this machine do "
         "not see)",
@@ -215,7 +215,7 @@ def add_access_arguments(parser: argparse.ArgumentParser, *, admin: bool = False
     if admin:
         parser.add_argument(
             ADMIN_KEY_OPTION,
-            type=lambda text: _key(text, ADMIN_KEY_OPTION),
+            type=lambda text: key_of(text, ADMIN_KEY_OPTION),
             metavar="KEY",
             help=f"to empty its prefix cache, if it was started with one (default: {ADMIN_KEY_ENV}, else the same key)",
         )
@@ -232,7 +232,7 @@ def access_of(parser: argparse.ArgumentParser, args: argparse.Namespace) -> Acce
 
     def chosen(option: str, env: str) -> str | None:
         given = getattr(args, option.strip("-").replace("-", "_"), None)
-        return (given if given is not None else _key(os.environ.get(env, ""), env)) or None
+        return (given if given is not None else key_of(os.environ.get(env, ""), env)) or None
 
     try:
         return Access(chosen(KEY_OPTION, KEY_ENV), chosen(ADMIN_KEY_OPTION, ADMIN_KEY_ENV), args.cacert)

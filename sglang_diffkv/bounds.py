@@ -13,6 +13,7 @@ from pydantic import Field
 MOST_TOKENS = 1 << 30
 MOST_LAYERS = MOST_KV_HEADS = 1024
 MOST_FACTOR = 1e6
+MOST_WINDOW = 4096
 MOST_KEY_MEAN = 1e4
 """Of a file of key means: above what any model's keys reach, and small enough that float32 keeps what is left."""
 MOST_PATH = 4096
@@ -24,7 +25,8 @@ MOST_POINTS = 4096
 Tokens = Annotated[int, Field(strict=True, ge=0, le=MOST_TOKENS)]
 SomeTokens = Annotated[int, Field(strict=True, ge=1, le=MOST_TOKENS)]
 PageTokens = Annotated[int, Field(strict=True, ge=4, le=256)]
-Window = Annotated[int, Field(strict=True, ge=1, le=4096)]
+Window = Annotated[int, Field(strict=True, ge=1, le=MOST_WINDOW)]
+RequestWindow = Annotated[int, Field(strict=True, ge=0, le=MOST_WINDOW)]
 Observers = Annotated[int, Field(strict=True, ge=1, le=256)]
 Sinks = Annotated[int, Field(strict=True, ge=0, le=4096)]
 Every = Annotated[int, Field(strict=True, ge=1, le=64)]
@@ -58,7 +60,10 @@ Figure = Annotated[float, Field(strict=True, ge=-1e38, le=1e38)]
 # What tools take on their command lines
 
 SomeCount = Annotated[int, Field(strict=True, ge=1, le=1 << 53)]
+Some = Annotated[int, Field(strict=True, ge=1, le=256)]
 Port = Annotated[int, Field(strict=True, ge=0, le=65535)]
+Patience = Annotated[float, Field(strict=True, ge=1, le=1e5)]
+"""Seconds."""
 Budget = Annotated[float, Field(strict=True, ge=0, le=1e4)]
 """A loss that is allowed: nats a token, points or per cent; and standard errors."""
 

@@ -8,9 +8,10 @@ from typing import Annotated, Any, Literal, get_args
 
 from pydantic import Field, ValidationError, field_validator, model_validator
 
-from sglang_diffkv.bounds import Fraction, HostGib, PageTokens, PathName, SomeTokens
+from sglang_diffkv.bounds import MOST_WINDOW, Fraction, HostGib, PageTokens, PathName, RequestWindow, SomeTokens
 from sglang_diffkv.errors import ConfigError
 from sglang_diffkv.files import MOST_BYTES, named, parse_json, read_text
+from sglang_diffkv.kernels.rotate.reference import Rotation
 from sglang_diffkv.layout.page_format import MOST_TIERS, PageFormat, Tier, position_bytes_for
 from sglang_diffkv.policies.base import KeyNorm, Policy
 from sglang_diffkv.policies.diffkv import DiffKVPolicyConfig
@@ -73,6 +74,7 @@ class DiffKVConfig(Strict):
             ``exact``: all of it in the high tier, of which a running request takes a compressed copy of its own.
         high_requests: the share of the pool that requests which keep all their tokens in the high tier may take
             together. 0: they are refused. Requests ask for that by ``custom_params``, see ``docs/operate.md``.
+        request_window: the largest window that a request may ask for itself, by ``custom_params``. 0: none may.
         gpu_ops: what a GPU server runs on: ``triton``, or ``reference`` for the plain PyTorch oracle, which needs
             --disable-cuda-graph and --disable-overlap-schedule. A CPU server always runs on the reference.
         prefill: what computes the attention of new tokens on a GPU: ``fa3`` (FlashAttention-3), ``flashinfer``,
@@ -88,6 +90,8 @@ class DiffKVConfig(Strict):
         key_means: the path of a file of ``python -m sglang_diffkv.calibrate.means``: a vector for each layer and KV
             head that is taken off every key before it is stored. Attention stays the same, and keys lose less at few
             bits.
+        key_rotation, value_rotation: the path of a file of rotations that were fitted to the model, which take the
+            place of the Hadamard matrix for keys, or values (``sglang_diffkv/fitted_rotation.py``).
         share_min_tokens: a running request's prompt joins the prefix cache at once if it has at least this many tokens
             of its own. It joins up to its window where so many are left before that. The rest, or a shorter prompt,
             joins when the request ends.
@@ -107,9 +111,12 @@ class DiffKVConfig(Strict):
     prefix_fidelity: Literal["compressed", "exact"] = "compressed"
     rotate: RotateName = Field(default_factory=lambda given: usual_rotation(given.get("tiers", ())))
     key_means: PathName | None = None
+    key_rotation: PathName | None = None
+    value_rotation: PathName | None = None
     share_min_tokens: SomeTokens = 128
     host_gib: HostGib | None = None
     high_requests: Fraction = 1.0
+    request_window: RequestWindow = MOST_WINDOW
     gpu_ops: Literal["triton", "reference"] = "triton"
     prefill: Literal["auto", "fa3", "flashinfer", "triton"] = "auto"
     decode: Literal["auto", "cuda", "triton"] = "auto"
@@ -151,6 +158,11 @@ class DiffKVConfig(Strict):
                 raise ValueError(
                     f'rotate "{self.rotate}" serves quantised tiers, and BF16 is none: drop rotate, or list other tiers'
                 )
+            for name in ("key_rotation", "value_rotation"):
+                if getattr(self, name) is not None:
+                    raise ValueError(
+                        f"{name} serves quantised tiers, and BF16 is none: drop {name}, or list other tiers"
+                    )
             if self.key_means is not None:
                 raise ValueError(
                     "key_means serve quantised tiers, and BF16 is none: drop key_means, or list other tiers"
@@ -172,6 +184,12 @@ class DiffKVConfig(Strict):
     def lossless(self) -> bool:
         """True if tokens are stored as the model wrote them and none is dropped."""
         return self.parsed_tiers[0].is_raw and not self.build_policy().compresses
+
+    @property
+    def rotation(self) -> Rotation:
+        """What the Hadamard matrix rotates: not what fitted rotations do."""
+        named = Rotation.named(self.rotate)
+        return Rotation(named.keys and self.key_rotation is None, named.values and self.value_rotation is None)
 
     @property
     def method(self) -> PolicyConfig:

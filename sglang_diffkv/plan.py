@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 
 from sglang_diffkv.config import DiffKVConfig
+from sglang_diffkv.fitted_rotation import read_rotation
 from sglang_diffkv.key_means import read_key_means
 from sglang_diffkv.layout.geometry import Geometry
 from sglang_diffkv.layout.page_format import PageFormat
@@ -95,6 +96,8 @@ class MemoryPlan:
     attention_spans: tuple[int, ...] = ()
     draft_bytes: int = 0
     """Bytes that a draft model's keys and values take for each KV slot; 0 without one."""
+    rotation_bytes: int = 0
+    """Of fitted rotations."""
     keeps_retracted: bool = False
     """Whether what retracted requests hold goes to host memory."""
     host_tier: HostTierPlan | None = None
@@ -115,7 +118,8 @@ class MemoryPlan:
         """Plan for the model of SGLang's KVCacheConfigurator. With more ranks than KV heads several have the same one.
         ``max_tokens``, ``attention_spans``: as of ``Geometry``.
 
-        Raises ConfigError for unsupported head sizes, and for a method or key means that cannot serve this model.
+        Raises ConfigError for unsupported head sizes, and for a method, key means or rotations that cannot serve this
+        model.
         """
         model, ranks = configurator.model_config, configurator.server_args.tp_size
         fmt = config.page_format(model.head_dim, model.v_head_dim or model.head_dim, max_tokens)
@@ -124,9 +128,14 @@ class MemoryPlan:
             read_key_means(config.key_means, num_layers, model.get_total_num_kv_heads(), model.head_dim)
         on_gpu = torch.device(configurator.device).type == "cuda"
         heads = (model.get_num_kv_heads(ranks), model.num_attention_heads // ranks)
+        rotation_bytes = 0
+        for name, dim in (("key_rotation", fmt.head_dim), ("value_rotation", fmt.v_head_dim)):
+            if path := getattr(config, name):
+                found = read_rotation(name, path, num_layers, model.get_total_num_kv_heads(), dim)
+                rotation_bytes += 2 * num_layers * min(found.shape[1], heads[0]) * dim * dim
         return cls(
             config, fmt, num_layers, *heads, gpu=on_gpu, ranks=ranks, attention_spans=attention_spans,
-            draft_bytes=draft_bytes
+            draft_bytes=draft_bytes, rotation_bytes=rotation_bytes,
         )  # fmt: skip
 
     @property
@@ -195,7 +204,7 @@ class MemoryPlan:
         return Footprint.of(
             state, geometry, ops, kv_slots=kv_slots, exact=exact, queries=queries, draft_bytes=self.draft_bytes,
             staging_bytes=staged * page_bytes, host_bytes=host_pages * page_bytes,
-            host_tier=self.host_tier is not None,
+            host_tier=self.host_tier is not None, rotation_bytes=self.rotation_bytes,
         )  # fmt: skip
 
     def capacity_in(self, budget: int, num_rows: Callable[[int], int], max_tokens: int) -> int:
@@ -226,9 +235,14 @@ class MemoryPlan:
             f"{geometry.num_pages} pages of {fmt.page_bytes} B for {self.num_layers} layers x {self.num_heads} "
             f"KV heads = {pool / MIB:.1f} MiB, page table of {geometry.num_blocks} blocks of {TABLE_BLOCK}; "
             f"capacity {capacity} tokens at the high tier, bf16 in the same bytes: {bf16}; "
-            f"rotation {config.rotate}; key means {config.key_means or 'none'}; "
+            f"rotation {config.rotate}{self._fitted()}; key means {config.key_means or 'none'}; "
             f"prefix fidelity {config.prefix_fidelity}{self._windows()}"
         )
+
+    def _fitted(self) -> str:
+        """Of rotations that were fitted, for the log."""
+        named = (("keys", self.config.key_rotation), ("values", self.config.value_rotation))
+        return "".join(f", {what} by {path}" for what, path in named if path)
 
     def _windows(self) -> str:
         """Of layers with a sliding window, for the log."""

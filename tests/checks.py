@@ -34,7 +34,7 @@ def check_searches(session: Session, rows: list[int], found: StepScores) -> None
     kept = policy.step_tiers(len(session.fmt.tiers))
     for b, row in enumerate(rows):
         seen = visible(session.state, row)
-        leaving = session.manager.rows.length(row) - 1 - policy.window
+        leaving = session.manager.rows.length(row) - 1 - session.manager.windows.window_of(row)
         for layer, head in np.ndindex(session.state.num_layers, session.state.num_heads):
             here = seen.at(layer, head)
             here = here.pick(here.own & (here.position <= leaving) & (here.position >= policy.sinks))

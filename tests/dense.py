@@ -140,6 +140,7 @@ class Session:
         policy = self.manager.policy
         rule = {name: getattr(policy, name) for name in ("window", "sinks", "horizon")}
         rule["reduce"] = policy.observation.reduce
+        rule["row_windows"] = self.state.row_window if self.manager.windows.allowed else None
         for layer in range(self.state.num_layers):
             self.append(layer, rows, start)
             q = self.query(len(rows))

@@ -74,6 +74,7 @@ def make_manager(
     all_scores: bool = False,
     q_heads: int | None = None,
     high_rows: bool = False,
+    most_window: int = 0,
     attention_spans: tuple[int, ...] = (),
 ) -> PageManager:
     """A manager whose unused page memory holds ``POISONS[poison]``; ``blocks``, if given, limits its table. Pages have
@@ -83,7 +84,9 @@ def make_manager(
     sizes = (fmt, layers, heads, pages, rows, segments, max_tokens)
     geometry = ShortTableGeometry(*sizes, attention_spans=attention_spans, blocks=blocks)
     kind = LooseBoundsManager if loose_bounds else PageManager
-    manager = kind(geometry, policy, dtype=dtype, make_ops=make_ops, q_heads=q_heads, high_rows=high_rows)
+    manager = kind(
+        geometry, policy, dtype=dtype, make_ops=make_ops, q_heads=q_heads, high_rows=high_rows, most_window=most_window
+    )
     manager.state.pages.view(torch.int16).fill_(POISONS[poison])
     return manager
 

@@ -108,6 +108,7 @@ def decode_attention(
     attention_span: int = 0,
     sink_logits: torch.Tensor | None = None,
     known_lse: torch.Tensor | None = None,
+    row_windows: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attend from each request's newest token (already appended, at position ``seq_lens - 1``).
 
@@ -127,6 +128,7 @@ def decode_attention(
         sink_logits: [Hq] of any float type: of each query head, the logit of a sink that joins the softmax and has no
             value.
         known_lse: [B, Hq] float32: attention is relative to this, and not to the log-sum-exp of what is stored.
+        row_windows: [R] int32, of every row: a window of its own, or -1 for ``window``; None: no row has one.
 
     Returns:
         out [B, Hq, v_head_dim] in q's dtype, lse [B, Hq] float32 (natural logarithm, of a sink too). A head that sees
@@ -163,15 +165,24 @@ def decode_attention(
     for p, view, valid in zip(probs, gathered, valids, strict=True):
         out = out + _weighted_values(p, view, valid)
     if scores is not None:
+        windows = windows_of(row_windows, rows, window)
         shared_scores = len(tables) if scores.score_low else 1
         for tier, (p, position, valid) in enumerate(zip(probs[:shared_scores], positions, valids, strict=False)):
             page, old = tables[tier][0], gathered[tier].scores if scores.scored else None
             received = p.amax(2) if reduce == "max" else p.mean(2)
             _update_scores(
-                state, layer, tier, rows, page, position, valid, old, received, seq_lens, scores, window, sinks,
+                state, layer, tier, rows, page, position, valid, old, received, seq_lens, scores, windows, sinks,
                 horizon, every,
             )  # fmt: skip
     return out.reshape(batch, q_heads, -1).to(q.dtype), lse.view(batch, q_heads)
+
+
+def windows_of(row_windows: torch.Tensor | None, rows: torch.Tensor, window: int) -> torch.Tensor:
+    """[B, 1, 1] int64: the window of each of ``rows`` [B], its own or the usual ``window``."""
+    if row_windows is None:
+        return torch.full_like(rows, window).view(-1, 1, 1)
+    own = row_windows.index_select(0, rows).long()
+    return torch.where(own < 0, window, own).view(-1, 1, 1)
 
 
 def _update_scores(
@@ -186,7 +197,7 @@ def _update_scores(
     received: torch.Tensor,  # [B, H, N]
     seq_lens: torch.Tensor,
     scores: StepScores,
-    window: int,
+    window: torch.Tensor,  # [B, 1, 1]
     sinks: int,
     horizon: int,
     every: int,

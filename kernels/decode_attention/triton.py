@@ -24,7 +24,7 @@ from sglang_diffkv.kernels.decode_attention.triton_workspace import (
 )
 from sglang_diffkv.kernels.device import launches_early
 from sglang_diffkv.kernels.launch import Launch
-from sglang_diffkv.kernels.triton_table import INTERPRETED, check_rows, format_constants
+from sglang_diffkv.kernels.triton_table import INTERPRETED, check_rows, check_windows, format_constants
 from sglang_diffkv.layout.state import NO_LIMIT, PageState
 
 NOTHING = 2**63 - 1
@@ -145,6 +145,7 @@ def decode_attention(
     reduce: str = "max",
     attention_span: int = 0,
     sink_logits: torch.Tensor | None = None,
+    row_windows: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attend from each request's newest token (already appended, at position ``seq_lens - 1``).
 
@@ -157,7 +158,7 @@ def decode_attention(
             programs a head as it has room for, at most.
         window, sinks: newest and first tokens that the searches pass over. horizon, every, reduce, attention_span: as
             for the reference.
-        sink_logits: [Hq] of any float type, contiguous.
+        sink_logits: [Hq] of any float type, contiguous. row_windows: as for the reference.
 
     Returns:
         ``out`` and ``lse`` (natural logarithm).
@@ -169,7 +170,7 @@ def decode_attention(
     prepare_decode(
         state, q, rows, seq_lens, sm_scale, workspace, num_valid, found=found, window=window, sinks=sinks,
         horizon=horizon, every=every, logit_cap=logit_cap, reduce=reduce, attention_span=attention_span,
-        sink_logits=sink_logits,
+        sink_logits=sink_logits, row_windows=row_windows,
     )(layer, q, out, lse, sink_logits)  # fmt: skip
     return out, lse
 
@@ -186,6 +187,7 @@ def prepare_decode(
     state: PageState, q: torch.Tensor, rows: torch.Tensor, seq_lens: torch.Tensor, sm_scale: float,
     workspace: DecodeWorkspace, num_valid: torch.Tensor, *, found: FoundTokens | None, window: int, sinks: int,
     horizon: int, every: int, logit_cap: float, reduce: str, attention_span: int, sink_logits: torch.Tensor | None,
+    row_windows: torch.Tensor | None = None,
 ) -> PreparedDecode:  # fmt: skip
     """What the layers of a step have in common. Arguments as of ``decode_attention``; ``q`` and ``sink_logits`` for
     their form."""
@@ -203,6 +205,7 @@ def prepare_decode(
     )
     assert sink_logits is None or (sink_logits.shape == (q_heads,) and sink_logits.is_contiguous())
     check_rows(rows, num_valid, state)
+    check_windows(row_windows, state)
     config, group = workspace.config, q_heads // heads
     parts, joining = join_plan(state, batch, group, config, searched=found is not None)
     max_parts = 1
@@ -254,7 +257,7 @@ def prepare_decode(
             workspace.partial_out, workspace.partial_lse, workspace.logits, workspace.tile_max, workspace.offsets,
             workspace.parts_of, workspace.starts, workspace.ranges, state.pages, state.page_table, state.row_blocks,
             state.entries, state.own_entry, rows, seq_lens, num_valid, None, window, sinks, horizon or NO_LIMIT,
-            every, state.scratch_page, workspace.room, None,
+            every, state.scratch_page, workspace.room, None, row_windows,
         ),
         dict(
             **kept, **shape, **joining, UNITS=workspace.starts.shape[1],

@@ -130,6 +130,15 @@ def rescored(old, received, position, newest, horizon, every):
 
 
 @triton.jit
+def window_of(row_windows, row, window):
+    """A row's own window, or the usual ``window``; ``row_windows`` is None where no row has one."""
+    if row_windows is not None:
+        own = tl.load(row_windows + row)
+        window = tl.where(own < 0, window, own)
+    return window
+
+
+@triton.jit
 def packed_score(score, number):
     """int64 that are ordered by score and then by own slot, ``number`` int64."""
     bits = score.to(tl.int32, bitcast=True) & 0x7FFFFFFF
@@ -235,7 +244,7 @@ def with_sink(norm, top, sink):
 def finish_kernel(
     out, lse_out, found, max_parts, partial_out, partial_lse, logits, tile_max, offsets, parts_of, starts, ranges,
     pages, page_table, row_blocks, entries, own_entry, rows, seq_lens, num_valid, layer, window, sinks, horizon, every,
-    scratch, room, sink_logits,
+    scratch, room, sink_logits, row_windows,
     LAYOUTS: tl.constexpr, TIERS: tl.constexpr, DV: tl.constexpr, PAGE_BYTES: tl.constexpr, MAX_BLOCKS: tl.constexpr,
     L: tl.constexpr, H: tl.constexpr, G: tl.constexpr,
     TILES: tl.constexpr, WEIGHTS: tl.constexpr, SIZE: tl.constexpr,
@@ -247,8 +256,8 @@ def finish_kernel(
     Several joiners take ``AT_ONCE`` an iteration; a single one has few and takes them one by one. The others share the
     scores of its tokens, as many of them as ``parts_of`` says. With 0, the first of the latter joins before. ``found``
     has room for ``max_parts``. Without ``SCORED`` there are no logits, and the programs of a head share its tokens
-    evenly. ``EARLY``: the launch may begin while the first pass ends, and waits for it here. With ``HAS_SINK``
-    ``sink_logits`` [Hq] join the softmax."""
+    evenly. ``row_windows`` [R]: see ``window_of``. ``EARLY``: the launch may begin while the first pass ends, and waits
+    for it here. With ``HAS_SINK`` ``sink_logits`` [Hq] join the softmax."""
     bh = tl.program_id(0)
     part, parts = tl.program_id(1) - JOINERS, tl.num_programs(1) - JOINERS
     joins = tl.program_id(1) < max(JOINERS, 1)
@@ -275,6 +284,7 @@ def finish_kernel(
 
     row = tl.load(rows + b).to(tl.int64)
     newest = tl.load(seq_lens + b).to(tl.int32) - 1
+    window = window_of(row_windows, row, window)
     counts = ((row * L + layer) * H + head) * TIERS
     scoring = tl.maximum(parts, 1)
     if SCORED:

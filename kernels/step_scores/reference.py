@@ -32,6 +32,7 @@ def step_scores(
     every: int = 1,
     logit_cap: float = 0.0,
     reduce: str = "max",
+    row_windows: torch.Tensor | None = None,
 ) -> None:
     """Update own tokens' scores in ``layers`` and fill in the policy's searches, as ``decode_attention`` does.
 
@@ -48,5 +49,5 @@ def step_scores(
             query, known = q.new_zeros(len(rows), state.num_heads, state.fmt.head_dim), None
         decode_attention(
             state, layer, query, rows, seq_lens, sm_scale, scores=scores, window=window, sinks=sinks, horizon=horizon,
-            every=every, logit_cap=logit_cap, reduce=reduce, known_lse=known,
+            every=every, logit_cap=logit_cap, reduce=reduce, known_lse=known, row_windows=row_windows,
         )  # fmt: skip

@@ -3,7 +3,13 @@
 import triton
 import triton.language as tl
 
-from sglang_diffkv.kernels.decode_attention.triton_finish import NOTHING, packed_score, rescored, store_found
+from sglang_diffkv.kernels.decode_attention.triton_finish import (
+    NOTHING,
+    packed_score,
+    rescored,
+    store_found,
+    window_of,
+)
 from sglang_diffkv.kernels.decode_attention.triton_tiles import LOG2E, observes, tile_page
 from sglang_diffkv.kernels.extend_attention.triton_scores import capped
 from sglang_diffkv.kernels.quantize.triton import chunks_of
@@ -127,7 +133,7 @@ def search_tier(
 )
 def search_kernel(
     first, q, lse, tokens, chosen, found, max_parts, pages, page_table, range_lo, range_hi, row_blocks, entries,
-    own_entry, rows, seq_lens, num_valid, window, sinks, horizon, every, sm_scale, logit_cap,
+    own_entry, rows, seq_lens, num_valid, window, sinks, horizon, every, sm_scale, logit_cap, row_windows,
     LAYOUTS: tl.constexpr, TILES: tl.constexpr, TIERS: tl.constexpr, TIERS_SCORED: tl.constexpr, SCORED: tl.constexpr,
     D: tl.constexpr, PAGE_BYTES: tl.constexpr, MAX_BLOCKS: tl.constexpr, L: tl.constexpr, H: tl.constexpr,
     G: tl.constexpr, HAS_CAP: tl.constexpr, ASM: tl.constexpr, MEAN: tl.constexpr,
@@ -146,6 +152,7 @@ def search_kernel(
     GP: tl.constexpr = dot_padded(G)
     row = tl.load(rows + b).to(tl.int64)
     newest = tl.load(seq_lens + b).to(tl.int32) - 1
+    window = window_of(row_windows, row, window)
     g = tl.arange(0, GP)
     norm = tl.zeros([GP], tl.float32)
     query_sums = tl.zeros([GP], tl.float32)

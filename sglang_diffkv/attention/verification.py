@@ -118,9 +118,9 @@ class VerifyWrapper(Wrapper):
         self.step = Step.chains(room.rows[:requests], room.stored[:requests], room.drafts)
         self._ran = 0
 
-    def run(
+    def _run(
         self, layer: int, q: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: Scaling,
-        sink_logits: torch.Tensor | None = None,
+        sink_logits: torch.Tensor | None,
     ) -> torch.Tensor:  # fmt: skip
         step = self._planned(q, scaling, sink_logits)
         room, tokens = self._room, q.shape[0]

@@ -12,6 +12,7 @@ from functools import partial
 
 import torch
 
+from sglang_diffkv.kernels.rotate.fitted import NOT_FITTED, FittedRotation
 from sglang_diffkv.kernels.rotate.reference import NO_ROTATION, Rotation, rotated
 from sglang_diffkv.layout.query_cache import QueryCache
 from sglang_diffkv.ops.base import Ops, Scaling, Step
@@ -25,7 +26,8 @@ class Wrapper:
         ops: kernels over a state, for a policy. rotation: what is rotated before it is stored. queries: where decode
             steps keep their queries, for a policy that scores running requests. key_means: [L, H, head_dim] float,
             taken off keys before they are stored, not rotated; see ``sglang_diffkv/key_means.py``. Not for layers with
-            a logit cap, which sees what softmax does not.
+            a logit cap, which sees what softmax does not. fitted: rotations that come before all else, in the state's
+            dtype; key means are of keys before them.
     """
 
     decodes: bool
@@ -37,8 +39,9 @@ class Wrapper:
         rotation: Rotation = NO_ROTATION,
         queries: QueryCache | None = None,
         key_means: torch.Tensor | None = None,
+        fitted: FittedRotation = NOT_FITTED,
     ):
-        self.ops, self.rotation, self.queries = ops, rotation, queries
+        self.ops, self.rotation, self.queries, self.fitted = ops, rotation, queries, fitted
         self.state, self.policy = ops.state, ops.policy
         state = self.state
         self.key_means: torch.Tensor | None = None  # [L, H, head_dim] float32, rotated as keys are
@@ -46,7 +49,7 @@ class Wrapper:
         self._given_means: torch.Tensor | None = None  # and before they are rotated, float32
         if key_means is not None:
             assert key_means.shape == (state.num_layers, state.num_heads, state.fmt.head_dim)
-            means = key_means.to(state.device, torch.float32)
+            means = fitted.of_means(key_means.to(state.device, torch.float32))
             self._rounded_means = (rotated(means) if rotation.keys else means).to(state.dtype)
             self.key_means = self._rounded_means.float()
             self._given_means = rotated(self.key_means) if rotation.keys else self.key_means
@@ -72,6 +75,14 @@ class Wrapper:
         Returns:
             [tokens, Hq, v_head_dim]; after a decode step on a GPU a buffer that the next call overwrites.
         """
+        q, key, value = self.fitted.turn(layer, q, key, value)
+        return self.fitted.turn_back(layer, self._run(layer, q, key, value, scaling, sink_logits))
+
+    def _run(
+        self, layer: int, q: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: Scaling,
+        sink_logits: torch.Tensor | None,
+    ) -> torch.Tensor:  # fmt: skip
+        """The same behind fitted rotations."""
         raise NotImplementedError
 
     def _planned(self, q: torch.Tensor, scaling: Scaling, sink_logits: torch.Tensor | None) -> Step:
@@ -117,9 +128,9 @@ class DecodeWrapper(Wrapper):
         """rows, seq_lens: [B] integers on the device, the new token counted; row 0 is padding, and gets zeros."""
         self.step = self.ops.decode_step(rows, seq_lens)
 
-    def run(
+    def _run(
         self, layer: int, q: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: Scaling,
-        sink_logits: torch.Tensor | None = None,
+        sink_logits: torch.Tensor | None,
     ) -> torch.Tensor:  # fmt: skip
         step = self._planned(q, scaling, sink_logits)
         rotated = self._append(step, layer, key, value, q)
@@ -175,9 +186,9 @@ class ExtendWrapper(Wrapper):
         scored = self.step.shared_scores
         self.step.unscored = tuple(0 if number in scored else held for number, held in enumerate(shared or ()))
 
-    def run(
+    def _run(
         self, layer: int, q: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: Scaling,
-        sink_logits: torch.Tensor | None = None,
+        sink_logits: torch.Tensor | None,
     ) -> torch.Tensor:  # fmt: skip
         step = self._planned(q, scaling, sink_logits)
         self._append(step, layer, key, value)

@@ -128,6 +128,7 @@ class PageState:
     write_slot: torch.Tensor  # [R, L, H] int32, own high slot of the step's first new token
     fault: torch.Tensor  # [R] int32, non-zero once the ring was empty for this row
     row_sign: torch.Tensor  # [R] int32: -1 for a request's row that keeps all tokens in the high tier, else 1
+    row_window: torch.Tensor  # [R] int32: a request's own window; EMPTY for rows that have the policy's
     sliding: torch.Tensor  # [S, 2] int32: layers with a sliding window, and how many newest tokens they keep
     attention_spans: tuple[int, ...] = ()  # as of ``Geometry``
     first_layer: int = 0  # of a group of layers, the first one's number
@@ -180,6 +181,7 @@ class PageState:
             write_slot=ints(*heads),
             fault=ints(num_rows),
             row_sign=ints(num_rows, fill=1),
+            row_window=ints(num_rows, fill=EMPTY),
             sliding=torch.tensor(sliding, dtype=torch.int32, device=device).view(-1, 2),
             attention_spans=attention_spans,
         )

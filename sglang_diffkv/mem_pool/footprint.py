@@ -45,6 +45,7 @@ class Footprint:
         staging_bytes: int = 0,
         host_bytes: int = 0,
         host_tier: bool = False,
+        rotation_bytes: int = 0,
     ) -> Footprint:
         """What ``state`` and ``ops`` take, on the device "meta" too, where it is a plan.
 
@@ -52,12 +53,12 @@ class Footprint:
             kv_slots: tokens that SGLang may hold at once. exact: whether the prefix cache keeps exact prompts.
             queries: of running requests. draft_bytes: that a draft model's keys and values take for each KV slot.
             staging_bytes: that pages pass through to ``host_bytes`` of host memory, for retracted requests; with a
-                ``host_tier`` for evicted prefixes too.
+                ``host_tier`` for evicted prefixes too. rotation_bytes: of fitted rotations.
         """
         rows = geometry.num_rows + geometry.num_segments
         counts = (state.entries, state.kept_entry, state.own_entry, state.own_tokens, state.hole, state.write_slot)
         row_bytes = sum(x.nbytes for x in counts) // rows + state.row_blocks.nbytes // rows
-        row_bytes += state.fault.itemsize + state.row_sign.itemsize
+        row_bytes += state.fault.itemsize + state.row_sign.itemsize + state.row_window.itemsize
         columns = len(geometry.fmt.tiers) + 1  # tokens of each tier, and pages
         row, ended = 4 * geometry.heads * columns, 8 * COUNT_AT * (columns + 1)
         guests = "evicted prefixes and retracted requests" if host_tier else "retracted requests"
@@ -75,6 +76,7 @@ class Footprint:
             "counts of prefix segments": geometry.num_segments * row * (columns - 1) // columns,
             "counts of ended requests": ended,
             f"staging of {guests}": staging_bytes,
+            "fitted rotations": rotation_bytes,
             "queries of running requests": 0 if queries is None else tensor_bytes(queries),
             **ops.memory(),
         }

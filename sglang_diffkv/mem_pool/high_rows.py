@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch
 
 from sglang_diffkv.mem_pool.device import PageDevice
-from sglang_diffkv.ops.decisions import untouched_tokens
 from sglang_diffkv.policies.uniform import UniformPolicy
 
 KEEPS_ALL = UniformPolicy()
@@ -16,12 +15,11 @@ class HighRows:
     """Which rows keep all.
 
     Attributes:
-        allowed: whether any may. untouched_tokens: the longest prompt of such a row in which nothing is to be decided.
+        allowed: whether any may.
     """
 
     def __init__(self, device: PageDevice, *, allowed: bool):
         self.device, self.allowed = device, allowed
-        self.untouched_tokens = untouched_tokens(device.state, KEEPS_ALL)
         self._rows: set[int] = set()
         if allowed:
             device.ops.decisions.spare_rows(device.state)

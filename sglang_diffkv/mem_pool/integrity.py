@@ -23,6 +23,7 @@ def check_integrity(manager: PageManager) -> None:
     _check_ring(manager, references)
     _check_blocks(manager)
     manager.high.check_integrity()
+    manager.windows.check_integrity()
     if manager.saved is not None:
         manager.saved.check_integrity()
     if manager.running is not None:
@@ -156,7 +157,7 @@ def decision_digest(ledger: Any, more: Sequence[Any] = ()) -> int:
     manager = ledger.manager
     counts, space = manager.counts, manager.space
     parts = (
-        manager.rows.digest(), manager.high.digest(),
+        manager.rows.digest(), manager.high.digest(), manager.windows.digest(),
         manager.running.digest() if manager.running is not None else [],
         sorted((s.row, s.lo, s.hi, s.pages) for s in manager.segments.cached),
         counts.free(), counts.demand.tolist(), counts.private.tolist(), counts.pages.tolist(), sorted(counts.faulted),

@@ -151,12 +151,14 @@ class PageLedger:
         if tokens <= 0:
             return 0
         geometry, tail = self.manager.geometry, self.manager.prompts.tail
-        return geometry.most_pages(tokens) + geometry.heads * (tail % geometry.fmt.high.tokens > 0)
+        ragged = tail % geometry.fmt.high.tokens > 0 or (tail > 0 and self.manager.windows.ragged)
+        return geometry.most_pages(tokens) + geometry.heads * ragged
 
     def growth_estimate(self) -> float:
         """What a generated token is expected to take, in high-tier tokens: at most 1. Measured on the running requests
         whose prompt is compacted; where they are few, the last value stands. Requests that keep all tokens in the
-        high tier are not among them. Of layers with a sliding window those tokens count that they hold.
+        high tier, or have a window of their own, are not among them. Of layers with a sliding window those tokens
+        count that they hold.
 
         An estimate for admission only. Should requests grow faster, free pages still bound each step, and SGLang
         retracts. A request that holds a budget grows in the high tier between its compressions; what such requests take
@@ -170,7 +172,7 @@ class PageLedger:
             return self._estimate
         self._estimated_at = now
         rows = [row for row in manager.rows if not manager.rows.in_prompt(row) and manager.counts.pages[row]]
-        rows = [row for row in rows if row not in manager.high]
+        rows = [row for row in rows if row not in manager.high and row not in manager.windows]
         lengths = [manager.rows.length(row) for row in rows]
         if sum(lengths) >= ESTIMATE_TOKENS:
             held = int(manager.counts.pages[rows].sum()) * manager.fmt.high.tokens / manager.geometry.heads
@@ -202,13 +204,21 @@ class PageLedger:
         """The same of a running request, by its own pages where it is long enough."""
         manager, running = self.manager, self.manager.running
         length = 0 if row is None else manager.rows.length(row)
-        if row is not None and row in manager.high:
+        if row is not None and self._grows_whole(row, length):
             return self.whole_growth(length, more)
         if row is None or not length:
             return more * self.growth_estimate()
         if running is not None:
             return min(more, max(running.rule.limit - running.held(row), 0)) * self.growth_estimate()
         return (self._within_windows(length + more) - self._within_windows(length)) * self._estimate_of(row, length)
+
+    def _grows_whole(self, row: int, length: int) -> bool:
+        """Whether each generated token of a row counts as one of the high tier: of those with a larger window than
+        usual, until they are long enough to be judged by their own pages."""
+        manager = self.manager
+        if row in manager.high:
+            return True
+        return length < ROW_ESTIMATE_TOKENS and manager.windows.window_of(row) > manager.policy.window
 
     def _estimate_of(self, row: int, length: int) -> float:
         """The growth estimate by the pages of one request, if it is long enough."""
@@ -241,7 +251,7 @@ class PageLedger:
         others, kept, scored = 0.0, 0.0, []
         for row, tokens in expected:
             length = 0 if row is None else manager.rows.length(row)
-            if row is not None and row in manager.high:
+            if row is not None and self._grows_whole(row, length):
                 kept += tokens
             elif row is None or length < ROW_ESTIMATE_TOKENS or manager.rows.in_prompt(row):
                 others += tokens

@@ -4,7 +4,7 @@ Requests use row ``req_pool_idx``; tree segments take rows behind them. The part
 and each writes its own fields only:
 
 - ``PageDevice``: state, ops and table blocks; ``RequestRows``: what the host knows of each request's row;
-- ``HighRows``: rows that keep all tokens in the high tier;
+- ``HighRows``: rows that keep all tokens in the high tier; ``RowWindows``: rows with a window of their own;
 - ``PageCounts``: bounds of the device's page counts;
 - ``SegmentStore``: segments of the prefix cache; ``Prompts``: what happens at the end of prompts;
 - ``SavedRows``: rows of retracted requests in host memory; ``SavedSegments``: evicted prefixes there. None where they
@@ -30,6 +30,7 @@ from sglang_diffkv.mem_pool.device import OpsOf, PageDevice
 from sglang_diffkv.mem_pool.high_rows import HighRows
 from sglang_diffkv.mem_pool.pressure import Pressure
 from sglang_diffkv.mem_pool.prompts import Prompts
+from sglang_diffkv.mem_pool.row_windows import RowWindows
 from sglang_diffkv.mem_pool.rows import RequestRows
 from sglang_diffkv.mem_pool.running import RunningCompression, query_cache
 from sglang_diffkv.mem_pool.saved_rows import SavedRows
@@ -51,7 +52,8 @@ class PageManager:
         drafts: tokens of a chain that decode passes verify, the first of them sampled already; 0 without speculation.
         host_pages: pages of host memory for retracted requests and evicted prefixes. keeps_retracted: whether the
             former go there. write_policy: when the latter do (SGLang's name of it); empty if they do not.
-        high_rows: whether requests may keep all tokens in the high tier. Not where they hold budgets.
+        high_rows: whether requests may keep all tokens in the high tier. Not where they hold budgets. most_window: the
+            largest window that a request may have for itself; 0: all have the policy's.
     """
 
     def __init__(
@@ -69,6 +71,7 @@ class PageManager:
         keeps_retracted: bool = True,
         write_policy: str = "",
         high_rows: bool = False,
+        most_window: int = 0,
     ):
         self.geometry, self.fmt, self.policy = geometry, geometry.fmt, policy
         self.ranks = ranks or Ranks()
@@ -82,11 +85,12 @@ class PageManager:
         self.ops.decisions.use_ranks(self.ranks, state, policy, geometry.max_tokens)
         self.rows = RequestRows()
         self.high = HighRows(self.device, allowed=high_rows and policy.compresses and policy.running is None)
+        self.windows = RowWindows(self.device, policy, most_window)
         low_grows = policy.compresses and len(geometry.fmt.tiers) > 1
         self.drafts, self.q_heads = drafts, q_heads or geometry.num_heads
         self.counts = PageCounts(self.device, self.rows, self.ranks, low_grows=low_grows, step_tokens=max(drafts, 1))
         self.segments = SegmentStore(self.device, self.rows, self.counts)
-        self.prompts = Prompts(self.device, self.rows, self.counts, self.segments, self.high, policy)
+        self.prompts = Prompts(self.device, self.rows, self.counts, self.segments, self.high, self.windows)
         self.saved: SavedRows | None = None
         self.saved_segments: SavedSegments | None = None
         self.keeps_retracted, self.write_policy = keeps_retracted, write_policy
@@ -97,7 +101,7 @@ class PageManager:
         self.running = self._running_budgets(self.q_heads)
         self.pressure: Pressure | None = None
         if (rule := policy.under_pressure) is not None and len(self.fmt.tiers) > 1 and not drafts:
-            self.pressure = Pressure(self.device, self.rows, self.counts, self.high, rule)
+            self.pressure = Pressure(self.device, self.rows, self.counts, self.high, self.windows, rule)
 
     def _running_budgets(self, q_heads: int) -> RunningCompression | None:
         where = {"dtype": self.state.dtype, "device": self.state.device}
@@ -283,6 +287,7 @@ class PageManager:
         self.counts.forget(row)
         self.rows.drop(row)
         self.high.forget(row)
+        self.windows.forget(row)
 
     def clear(self) -> None:
         """Release everything."""
@@ -291,6 +296,7 @@ class PageManager:
         for row in self.rows:
             self.release(row)
         self.high.forget_all()
+        self.windows.forget_all()
 
     def headroom(self) -> int:
         """Most pages that the next decode step of all request rows can take. Waits for the device."""

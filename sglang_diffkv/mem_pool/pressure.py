@@ -9,6 +9,7 @@ from sglang_diffkv.mem_pool.counts import PageCounts
 from sglang_diffkv.mem_pool.device import PageDevice
 from sglang_diffkv.mem_pool.high_rows import HighRows
 from sglang_diffkv.mem_pool.prompts import compact, lent_pages
+from sglang_diffkv.mem_pool.row_windows import RowWindows
 from sglang_diffkv.mem_pool.rows import RequestRows
 from sglang_diffkv.policies.base import Policy
 
@@ -23,8 +24,12 @@ class Pressure:
             generated since it was compressed so, for it to be worth while again.
     """
 
-    def __init__(self, device: PageDevice, rows: RequestRows, counts: PageCounts, high: HighRows, rule: Policy):
+    def __init__(
+        self, device: PageDevice, rows: RequestRows, counts: PageCounts, high: HighRows, windows: RowWindows,
+        rule: Policy,
+    ):  # fmt: skip
         self.device, self.rows, self.counts, self.high, self.rule = device, rows, counts, high, rule
+        self.windows = windows
         self.compressions, self.least_growth = 0, LEAST_GROWTH
         self._done_at: dict[int, int] = {}  # row -> its length when it was last compressed so
 
@@ -47,6 +52,8 @@ class Pressure:
 
     def _is_due(self, row: int) -> bool:
         if row in self.high or row not in self.rows or self.rows.in_prompt(row) or row in self.counts.faulted:
+            return False
+        if self.windows.window_of(row) <= self.rule.window:
             return False
         begun = max(self.rows.shared(row), self.rows.frozen(row) or 0, self._done_at.get(row, 0))
         return self.rows.length(row) - begun >= self.rule.window + self.least_growth

@@ -27,6 +27,7 @@ from sglang_diffkv.layout.geometry import Path, Segment, path_end, rows_of
 from sglang_diffkv.mem_pool.counts import PageCounts
 from sglang_diffkv.mem_pool.device import PageDevice
 from sglang_diffkv.mem_pool.high_rows import KEEPS_ALL, HighRows
+from sglang_diffkv.mem_pool.row_windows import RowWindows
 from sglang_diffkv.mem_pool.rows import RequestRows
 from sglang_diffkv.mem_pool.segments import SegmentStore
 from sglang_diffkv.mem_pool.table_space import blocks_of
@@ -82,11 +83,10 @@ class Prompts:
 
     def __init__(
         self, device: PageDevice, rows: RequestRows, counts: PageCounts, segments: SegmentStore, high: HighRows,
-        policy: Policy,
+        windows: RowWindows,
     ):  # fmt: skip
-        self.device, self.rows, self.counts, self.segments, self.policy = device, rows, counts, segments, policy
-        self.high = high
-        self.untouched_tokens = untouched_tokens(device.state, policy)
+        self.device, self.rows, self.counts, self.segments = device, rows, counts, segments
+        self.high, self.windows, self.policy = high, windows, windows.policy
         self.share_min_tokens: int | None = None
         self.tail = 0
         self.plans: dict[int, CopyPlan] = {}
@@ -144,6 +144,8 @@ class Prompts:
     def _tail(self, row: int) -> int:
         """Tokens at the end of the prompt that stay the row's own when it is frozen."""
         least, tail = self.share_min_tokens, self.tail
+        if tail and row in self.windows:
+            tail = self.windows.window_of(row)
         if not tail or least is None or self._own(row) < least + tail:
             return 0
         page = (1, *(0 for _ in self.device.fmt.tiers[1:]))  # the one that the tail begins
@@ -159,9 +161,17 @@ class Prompts:
         Returns:
             Rows, each with its tail.
         """
-        kept = [row for row in rows if row in self.high and self.rows.length(row) > self.high.untouched_tokens]
-        cut = [row for row in rows if row not in self.high and self.rows.length(row) > self.untouched_tokens]
-        return {**self._compact_by(KEEPS_ALL, kept, tailed=tailed), **self._compact_by(self.policy, cut, tailed=tailed)}
+        alike: dict[int, list[int]] = {}  # by window
+        for row in rows:
+            if row not in self.high:
+                alike.setdefault(self.windows.window_of(row), []).append(row)
+        groups = [(self.windows.policy_of(some[0]), some) for some in alike.values()]
+        done: dict[int, int] = {}
+        for policy, some in [(KEEPS_ALL, [row for row in rows if row in self.high]), *groups]:
+            longest = untouched_tokens(self.device.state, policy)
+            long = [row for row in some if self.rows.length(row) > longest]
+            done.update(self._compact_by(policy, long, tailed=tailed))
+        return done
 
     def _compact_by(self, policy: Policy, left: Sequence[int], *, tailed: bool) -> dict[int, int]:
         """The same of rows that go by one policy."""
@@ -229,7 +239,7 @@ class Prompts:
         self.segments.counts_of.changed(pending)
         self.restart(row, plan.kept, length)
         parts = rows_of([*plan.copied, (pending, shared, length)])
-        self.device.copy(row, parts, length, self.policy, shared_scores)
+        self.device.copy(row, parts, length, self.windows.policy_of(row), shared_scores)
         self.counts.record(-plan.pages)
         if not plan.publish:
             self.drop_pending(row)
@@ -246,7 +256,7 @@ class Prompts:
             return False
         device.share(old, row, shared, length, kept_only=True)
         self.restart(row, kept, length)
-        device.copy(row, rows_of(copied), length, self.policy)
+        device.copy(row, rows_of(copied), length, self.windows.policy_of(row))
         device.copy(row, [(old, shared, length)], length, KEEP)
         self.segments.return_row(old)
         self.counts.record(-device.geometry.most_pages(length - path_end(kept)))

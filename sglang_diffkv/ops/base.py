@@ -209,6 +209,11 @@ class Ops(ABC):
         """The first tiers whose tokens' scores decode steps keep up."""
         return self.policy.step_tiers(len(self.state.fmt.tiers))
 
+    @property
+    def search_rule(self) -> dict[str, Any]:
+        """How a generation step keeps scores and what it passes over, as its kernels are told."""
+        return self.decisions.search_rule(self.state, self.policy)
+
     # Steps
 
     @abstractmethod

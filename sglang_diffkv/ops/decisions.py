@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 
@@ -22,6 +23,7 @@ from sglang_diffkv.kernels.window_scores import reference as window_scores_refer
 from sglang_diffkv.layout.ranks import Ranks
 from sglang_diffkv.layout.spans import retained_tokens
 from sglang_diffkv.layout.state import NO_LIMIT, PageState
+from sglang_diffkv.layout.transfer import to_device
 from sglang_diffkv.policies.base import (
     Across,
     AcrossLayers,
@@ -117,7 +119,8 @@ class Decisions:
     many layers as are scored at a time (``PageState.groups``). ``second``: as much for running requests that are scored
     beside forward passes, which use the first. Cuts that do not change are made once, so that CUDA graphs may hold
     them. ``ranks`` have a layer's heads between them; ``exchanged``: [2 * cells of a layer] for what they exchange.
-    ``spares_rows``: whether rows may keep all tokens, as ``PageState.row_sign`` says.
+    ``spares_rows``: whether rows may keep all tokens, as ``PageState.row_sign`` says. ``own_windows``: whether rows may
+    have windows of their own, as ``PageState.row_window`` says.
     """
 
     kernels: WholeHeadKernels = REFERENCE
@@ -125,6 +128,7 @@ class Decisions:
     second: torch.Tensor | None = None
     ranks: Ranks = field(default_factory=Ranks)
     spares_rows: bool = False
+    own_windows: bool = False
     exchanged: torch.Tensor | None = None
     pointwise: dict[object, Selected] = field(default_factory=dict)  # (rule, shape) -> high and low, [L, H] float32
     between: dict[object, torch.Tensor] = field(default_factory=dict)  # (rule, shape) -> [T - 2, L, H] float32
@@ -175,6 +179,14 @@ class Decisions:
         self.spares_rows = True
         if state.slides:
             self._pointwise(KEEP.prompt, state, UniformPolicy())
+
+    def allow_windows(self) -> None:
+        """Rows may have windows of their own from now on. Before kernels are compiled."""
+        self.own_windows = True
+
+    def search_rule(self, state: PageState, policy: Policy) -> dict[str, Any]:
+        """``Policy.search_rule``, with the windows of rows where they may differ."""
+        return {**policy.search_rule, "row_windows": state.row_window if self.own_windows else None}
 
     def lengths(self, state: PageState, rows: torch.Tensor, seq_lens: torch.Tensor) -> torch.Tensor:
         """[B] as ``seq_lens``, by which a generation step divides its thresholds: negative for rows that keep all. No
@@ -254,7 +266,7 @@ class Decisions:
                 (retained_tokens(attention_span), 0) if attention_span else limits
                 for attention_span in state.attention_spans
             ]
-            self.lasting[key] = torch.tensor(each, dtype=torch.int32, device=state.device)
+            self.lasting[key] = to_device(each, state.device).int()
         return self.lasting[key]
 
     def _thresholds(self, rule: Pointwise, state: PageState, slide: tuple[int, ...] = ()) -> Selected:

@@ -96,7 +96,7 @@ class ReferenceOps(Ops):
             return raw_attention(state, layer, q, step.rows, step.extend_lens, step.prefix_lens, scale, attention_span)
         out, _ = decode_attention(
             state, layer, q, step.rows, step.seq_lens, scale, scores=None if attention_span else step.found,
-            logit_cap=cap, attention_span=attention_span, sink_logits=sink_logits, **self.policy.search_rule,
+            logit_cap=cap, attention_span=attention_span, sink_logits=sink_logits, **self.search_rule,
         )  # fmt: skip
         return out
 
@@ -135,7 +135,7 @@ class ReferenceOps(Ops):
     ) -> None:
         step_scores(
             self.state, layers, q, lse, chosen, step.rows, step.seq_lens, scaling.scale, step.found,
-            logit_cap=scaling.cap, **self.policy.search_rule,
+            logit_cap=scaling.cap, **self.search_rule,
         )  # fmt: skip
 
     def slide(self, rows: torch.Tensor, seq_lens: torch.Tensor, num_valid: torch.Tensor | None = None) -> None:

@@ -248,7 +248,7 @@ class TritonOps(Ops):
         return prepare_decode(
             self.state, q, step.rows[part], step.seq_lens[part], scaling.scale, step.scratch[1][number], valid,
             found=found, logit_cap=scaling.cap, attention_span=attention_span, sink_logits=sink_logits,
-            **self.policy.search_rule,
+            **self.search_rule,
         )  # fmt: skip
 
     def extend(
@@ -331,7 +331,7 @@ class TritonOps(Ops):
     ) -> None:
         step_scores(
             self.state, layers, q, lse, chosen, step.rows, step.seq_lens, scaling.scale, step.found, step.num_valid,
-            self.config, q_heads=self.q_heads, logit_cap=scaling.cap, **self.policy.search_rule,
+            self.config, q_heads=self.q_heads, logit_cap=scaling.cap, **self.search_rule,
         )  # fmt: skip
 
     def slide(self, rows: torch.Tensor, seq_lens: torch.Tensor, num_valid: torch.Tensor | None = None) -> None:

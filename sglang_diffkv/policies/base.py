@@ -331,6 +331,15 @@ class Policy:
         return None
 
     @property
+    def least_window(self) -> int | None:
+        """The smallest window that a request may have for itself; None where all have the policy's."""
+        return None
+
+    def with_window(self, window: int) -> Policy:
+        """The same for a request with a window of its own, of at least ``least_window`` tokens."""
+        raise NotImplementedError(f"{type(self).__name__} has one window for all requests")
+
+    @property
     def running(self) -> Running | None:
         """When a running request is scored again; None: never. Generation steps then keep no scores up."""
         return None

@@ -87,6 +87,14 @@ class DiffKVPolicy(Policy):
         return replace(self, window=smaller, pressure_window=None)
 
     @property
+    def least_window(self) -> int:
+        """Of what goes unobserved for longer than its window there would be no score."""
+        return max(self.observe_every, self.generated_every)
+
+    def with_window(self, window: int) -> DiffKVPolicy:
+        return replace(self, window=window)
+
+    @property
     def observation(self) -> Observation:
         if self.observe_every == 1:
             return Observation()

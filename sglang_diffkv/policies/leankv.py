@@ -19,7 +19,7 @@ Where the paper leaves something open:
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import ClassVar, Literal
 
 from pydantic import Field, model_validator
@@ -40,6 +40,13 @@ class LeanKVPolicy(Policy):
     mass_high: float
     mass_low: float
     window: int = field()
+
+    @property
+    def least_window(self) -> int:
+        return 1
+
+    def with_window(self, window: int) -> LeanKVPolicy:
+        return replace(self, window=window)
 
     @property
     def prompt(self) -> LeastMass:

@@ -13,7 +13,9 @@ from sglang_diffkv.attention.verification import VerifyWrapper
 from sglang_diffkv.attention.wrappers import DecodeWrapper, ExtendWrapper
 from sglang_diffkv.config import DiffKVConfig, load_config
 from sglang_diffkv.errors import UnsupportedError
-from sglang_diffkv.kernels.rotate.reference import Rotation
+from sglang_diffkv.fitted_rotation import of_rank as rotation_of_rank
+from sglang_diffkv.fitted_rotation import read_rotation
+from sglang_diffkv.kernels.rotate.fitted import FittedRotation
 from sglang_diffkv.key_means import of_rank, read_key_means
 from sglang_diffkv.mem_pool.steps import LaunchedStep
 from sglang_diffkv.ops import Scaling
@@ -47,20 +49,20 @@ class DiffKVAttnBackend(AttentionBackend):
         self.last_layer = pool.layers[-1]
         config = load_config()
         ops = manager.ops
-        rotation = Rotation.named(config.rotate)
+        form: dict[str, Any] = {"rotation": config.rotation, "fitted": self._fitted(runner, config)}
         running = manager.running
         if running is not None:
             running.scaling = _one_scaling(scalings) or running.scaling
         queries = None if running is None else running.cache
-        means = self._key_means(runner, config, scalings, sinks)
-        self.decode = DecodeWrapper(ops, rotation=rotation, queries=queries, key_means=means)
-        self.extend = ExtendWrapper(ops, rotation=rotation, key_means=means)
+        form["key_means"] = self._key_means(runner, config, scalings, sinks)
+        self.decode = DecodeWrapper(ops, queries=queries, **form)
+        self.extend = ExtendWrapper(ops, **form)
         self.mixed = MixedWrapper(self.extend, self.decode)
         self.verify: VerifyWrapper | None = None
         self.drafts_mask: Any = None
         self.needs_cpu_seq_lens = not manager.drafts  # SGLang need not wait for what was accepted
         if manager.drafts:
-            self.verify = VerifyWrapper(ops, q_heads=manager.q_heads, rotation=rotation, key_means=means)
+            self.verify = VerifyWrapper(ops, q_heads=manager.q_heads, **form)
         self.new_tokens: ExtendWrapper | MixedWrapper | VerifyWrapper | None = self.extend
         """Of the pass that runs, where it is no decode step; None while SGLang captures graphs of a pass over prompts,
         which has no requests."""
@@ -91,6 +93,21 @@ class DiffKVAttnBackend(AttentionBackend):
         state, ranks = self.state, self.manager.ranks
         every = (state.num_layers, runner.model_config.get_total_num_kv_heads(), state.fmt.head_dim)
         return of_rank(read_key_means(config.key_means, *every), ranks.rank, ranks.size, state.num_heads)
+
+    def _fitted(self, runner: Any, config: DiffKVConfig) -> FittedRotation:
+        """Rotations of this rank's heads. Raises ConfigError."""
+        state, ranks, model = self.state, self.manager.ranks, runner.model_config
+        found: dict[str, torch.Tensor] = {}
+        for name, path, dim in (
+            ("keys", config.key_rotation, state.fmt.head_dim),
+            ("values", config.value_rotation, state.fmt.v_head_dim),
+        ):
+            if path is not None:
+                every = (state.num_layers, model.get_total_num_kv_heads(), dim)
+                read = read_rotation(f"{name.removesuffix('s')}_rotation", path, *every)
+                mine = rotation_of_rank(read, ranks.rank, ranks.size, state.num_heads)
+                found[name] = mine.to(state.device, state.dtype)
+        return FittedRotation(**found)
 
     def _make_ready(
         self, dtype: torch.dtype, config: DiffKVConfig, scalings: Sequence[Scaling], sinks: torch.dtype | None

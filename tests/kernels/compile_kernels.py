@@ -120,6 +120,8 @@ def start(
     )
     manager = PageManager(geometry, policy, dtype=torch.bfloat16, device="cpu", q_heads=heads * group)
     state, ops = manager.state, TritonOps(manager.state, policy, heads * group, 4096)
+    if policy.least_window is not None:
+        ops.decisions.allow_windows()
     ops.prepare_graphs(64)
     rotation = Rotation.named(config.rotate)
     queries = None if manager.running is None else manager.running.cache

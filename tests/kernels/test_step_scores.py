@@ -36,6 +36,7 @@ CASES = [
     ("K8V4 K4V2", 64, 2, 8, 16, 2, {"every": 3}),
     ("K8V2 K4V1", 64, 1, 16, 16, 2, {"logit_cap": 2.0}),
     ("K6V3 K3V2", 96, 2, 8, 16, 2, {}),
+    ("K8V4 K4V2", 64, 3, 8, 16, 2, {"row_windows": (SEARCHED + 1, -1, 5)}),
     pytest.param(FOUR, 256, 2, 8, 16, 2, {"sinks": 2}, marks=pytest.mark.full),
     pytest.param("K8V4", 64, 17, 8, 16, 2, {}, marks=pytest.mark.full),
 ]
@@ -105,6 +106,9 @@ def check(got, expected, state, twin):
 @pytest.mark.parametrize(("tiers", "dim", "group", "page_tokens", "tile", "most", "rule"), CASES)
 def test_the_kernel_is_its_reference(tiers, dim, group, page_tokens, tile, most, rule):
     manager, generator = make(tiers, dim, page_tokens)
+    if windows := rule.get("row_windows"):
+        manager.state.row_window[[2, 5, 3]] = torch.tensor(windows, dtype=torch.int32, device=DEVICE)
+        rule = {**rule, "row_windows": manager.state.row_window}
     before = clone_state(manager.state)
     got, expected, state, twin = both(manager, generator, group, tile, most, **rule)
     check(got, expected, state, twin)

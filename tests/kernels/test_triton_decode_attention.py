@@ -37,6 +37,7 @@ from tests.kernels.triton_helpers import (
     held_pages,
     make_format,
     make_manager,
+    with_between,
 )
 from tests.policies import diffkv_policy
 
@@ -125,6 +126,36 @@ def test_rules_of_the_search_are_the_reference_s(rule):
     check_against_reference(*results)
     slots = results[-1].candidate_slot
     assert ((slots[2] == -1).all() == ("sinks" in rule)) and ((slots[0] >= 0).any() == (rule.get("sinks") != 53))
+
+
+@pytest.mark.parametrize(
+    ("tiers", "dim", "windows", "rule"),
+    [
+        ("K8V4 K4V2", 64, (21, 4, 3), {}),
+        ("BF16 K8V4", 96, (57, -1, -1), {"sinks": 2, "horizon": 5}),
+        pytest.param("K6V3 K3V2", 128, (1, -1, 8), {"every": 3}, marks=pytest.mark.full),
+        pytest.param(FOUR, 64, (-1, -1, 7), {"reduce": "mean"}, marks=pytest.mark.full),
+    ],
+)
+def test_rows_have_windows_of_their_own(tiers, dim, windows, rule):
+    """Larger and smaller ones than the usual, which -1 is. What is found of a row is what a step of it alone finds, if
+    that is the usual window. Prompts were sorted but for a window of 1."""
+    policy = with_between(diffkv_policy(1.0, 0.2, 1), len(tiers.split()))
+    manager = make_manager(make_format(tiers, dim, page_tokens=8), policy=policy)
+    own, rows = manager.state.row_window, torch.tensor([2, 5, 3], device=DEVICE)
+    own[rows] = torch.tensor(windows, dtype=torch.int32, device=DEVICE)
+    results = run_both(manager, tiers, 3, 8, 32, row_windows=own, **rule)
+    check_against_reference(*results)
+    twin, expected = results[2], results[4]
+    q = torch.zeros(1, twin.num_heads * 3, dim, device=DEVICE)
+    for number, window, length in ((0, windows[0], 61), (2, windows[2], 9)):
+        row = rows[number]
+        alone = StepScores.create(twin, 1)
+        for layer in range(twin.num_layers):
+            one = {**rule, "window": WINDOW if window < 0 else window, "every": 1 << 20}  # scores stay as they are
+            reference(twin, layer, q, row.view(1), torch.tensor([length], device=DEVICE), 1.0, scores=alone, **one)
+        assert torch.equal(alone.candidate_slot[0], expected.candidate_slot[number])
+        assert torch.equal(alone.least_slot[0], expected.least_slot[number])
 
 
 @pytest.mark.parametrize("scored", [True, False])

@@ -9,6 +9,7 @@ import torch
 
 from sglang_diffkv.attention.verification import VerifyWrapper
 from sglang_diffkv.attention.wrappers import DecodeWrapper
+from sglang_diffkv.kernels.rotate.fitted import NOT_FITTED, FittedRotation
 from sglang_diffkv.kernels.rotate.reference import NO_ROTATION, Rotation
 from sglang_diffkv.kernels.table import layer_table, max_entries
 from sglang_diffkv.mem_pool.integrity import check_integrity
@@ -33,7 +34,7 @@ GROUP, SCALING, DRAFTS = 2, Scaling(0.1), 3
 RAW = UniformPolicy()
 
 
-def make(tiers: str, kind: str, policy: Policy | None = None, *, rotation=NO_ROTATION, means=None):
+def make(tiers: str, kind: str, policy: Policy | None = None, *, rotation=NO_ROTATION, means=None, fitted=NOT_FITTED):
     """A manager with three rows, and its wrappers of decode and of verification."""
     layers, heads = (1, 1) if kind == "triton" else (2, 2)
     manager = make_manager(make_format(tiers), layers=layers, heads=heads, window=6, policy=policy)
@@ -46,7 +47,7 @@ def make(tiers: str, kind: str, policy: Policy | None = None, *, rotation=NO_ROT
     generator = torch.Generator().manual_seed(3)
     for row, length in ((1, 20), (2, 9), (3, 17)):
         add_prompt(manager, row, length, generator)
-    more = {"rotation": rotation, "key_means": means}
+    more = {"rotation": rotation, "key_means": means, "fitted": fitted}
     verify = VerifyWrapper(ops, q_heads=GROUP * heads, **more)
     return manager, DecodeWrapper(ops, **more), verify
 
@@ -121,8 +122,18 @@ def decode_steps(manager, decode, rows, lengths, accepted, layers):
 def test_what_is_accepted_is_what_decode_steps_store(kind, tiers, policy, rotation):
     shape = (1, 1, 64) if kind == "triton" else (2, 2, 64)
     means = torch.randn(shape, generator=torch.Generator().manual_seed(8)) if rotation.values else None
-    plain, decode, _ = make(tiers, kind, policy, rotation=rotation, means=means)
-    drafted, _, verify = make(tiers, kind, policy, rotation=rotation, means=means)
+    check_commits(kind, tiers, policy, rotation=rotation, means=means)
+
+
+def test_what_is_stored_behind_fitted_rotations():
+    drawn_matrices = torch.randn(2, 2, 2, 64, 64, generator=torch.Generator().manual_seed(9))
+    keys, values = torch.linalg.qr(drawn_matrices).Q.to(DEVICE, BF16)
+    check_commits("reference", "K8V4 K4V2", diffkv_policy(1.0, 0.0, 6), fitted=FittedRotation(keys, values))
+
+
+def check_commits(kind, tiers, policy, **form):
+    plain, decode, _ = make(tiers, kind, policy, **form)
+    drafted, _, verify = make(tiers, kind, policy, **form)
     rows, generator = [2, 3, 1], torch.Generator().manual_seed(5)
     rounds = [[2, 1, 3], [3, 3, 3], [1, 3, 2], [1, 1, 1]]
     for accepted in rounds if kind == "reference" else rounds[:2]:

@@ -9,6 +9,7 @@ import torch
 from sglang_diffkv.attention.wrappers import DecodeWrapper, ExtendWrapper
 from sglang_diffkv.config import load_config
 from sglang_diffkv.errors import ConfigError
+from sglang_diffkv.kernels.rotate.fitted import NOT_FITTED, FittedRotation
 from sglang_diffkv.kernels.rotate.reference import NO_ROTATION, Rotation
 from sglang_diffkv.key_means import of_rank, read_key_means, write_key_means
 from sglang_diffkv.layout.geometry import Geometry
@@ -40,16 +41,18 @@ def dense(key: torch.Tensor, attention_span: int = 0) -> torch.Tensor:
 
 
 def error(
-    tiers: str, means: torch.Tensor | None, rotation: Rotation, key: torch.Tensor, attention_span: int = 0
-) -> float:
+    tiers: str, means: torch.Tensor | None, rotation: Rotation, key: torch.Tensor, attention_span: int = 0,
+    fitted: FittedRotation = NOT_FITTED,
+) -> float:  # fmt: skip
     """Of attention over pages, relative."""
     exact = dense(key, attention_span)
-    return float((outputs(tiers, means, rotation, key, attention_span).float() - exact).norm() / exact.norm())
+    return float((outputs(tiers, means, rotation, key, attention_span, fitted).float() - exact).norm() / exact.norm())
 
 
 def outputs(
-    tiers: str, means: torch.Tensor | None, rotation: Rotation, key: torch.Tensor, attention_span: int = 0
-) -> torch.Tensor:
+    tiers: str, means: torch.Tensor | None, rotation: Rotation, key: torch.Tensor, attention_span: int = 0,
+    fitted: FittedRotation = NOT_FITTED,
+) -> torch.Tensor:  # fmt: skip
     """[tokens, Hq, DIM] of a prompt in two chunks and three decode steps, in the second layer, whose reach it is. With
     one the prompt is compacted behind each chunk."""
     fmt = PageFormat(DIM, DIM, tuple(Tier.parse(x) for x in tiers.split()), 8)
@@ -59,7 +62,8 @@ def outputs(
         fmt, LAYERS, HEADS, 400, num_rows=3, num_segments=2, max_tokens=200, attention_spans=attention_spans
     )
     manager = PageManager(geometry, policy, dtype=torch.bfloat16)
-    extend, decode = (kind(manager.ops, rotation=rotation, key_means=means) for kind in (ExtendWrapper, DecodeWrapper))
+    form = {"rotation": rotation, "key_means": means, "fitted": fitted}
+    extend, decode = (kind(manager.ops, **form) for kind in (ExtendWrapper, DecodeWrapper))
     q, value = queries_and_values(key.shape[0])
     count = key.shape[0]
     row, outs, start = torch.tensor([1]), [], 0

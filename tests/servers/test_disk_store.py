@@ -156,9 +156,10 @@ def test_a_configuration_is_named_by_all_that_it_says(tmp_path: Path) -> None:
     means = tmp_path / "means.safetensors"
     means.write_bytes(b"one")
     configs = [CONFIG, DiffKVConfig(page_tokens=16), DiffKVConfig(prefix_fidelity="exact"), DiffKVConfig(rotate="keys")]
-    names = [model_identity.configuration_digest(x) for x in (*configs, DiffKVConfig(key_means=str(means)))]
+    configs += [DiffKVConfig(**{name: str(means)}) for name in ("key_means", "key_rotation", "value_rotation")]
+    names = [model_identity.configuration_digest(x) for x in configs]
     means.write_bytes(b"two")
-    names.append(model_identity.configuration_digest(DiffKVConfig(key_means=str(means))))
+    names += [model_identity.configuration_digest(x) for x in configs[-3:]]
     assert len(set(names)) == len(names) and names[0] == model_identity.configuration_digest(DiffKVConfig())
 
 

@@ -397,6 +397,7 @@ def nano_args() -> Any:
     ("config", "reason"),
     [
         ({"key_means": "none.safetensors"}, "cannot be read"),
+        ({"value_rotation": "none.pt"}, 'value_rotation: "none.pt" cannot be read'),
         ({"policy": {"name": "diffkv", "head_scale": [[1.0]]}}, "head_scale is of 1 layers with 1 KV heads"),
         ({"tiers": ["BF16"], "policy": {"name": "xkv", "layer_fractions": [0.5]}}, "layer_fractions is of 1 layers"),
         ({"tiers": ["BF16"], "policy": {"name": "duo", "pattern": [[1.0]]}}, "pattern is of 1 layers"),

@@ -1,5 +1,5 @@
-"""Requests with a tier of their own on real servers: theirs is what a server of that tier says, under load too, and
-others notice nothing."""
+"""Requests with a tier or a window of their own on real servers: theirs is what a server of that tier or window says,
+under load too, and others notice nothing."""
 
 from __future__ import annotations
 
@@ -34,16 +34,22 @@ def ask(server: Server, ids: list[int], params: Any = None, reply: int = REPLY, 
     return server.post("/generate", {"input_ids": ids, "sampling_params": sampling})
 
 
+def window(size: Any) -> dict[str, Any]:
+    return {"diffkv": {"window": size}}
+
+
 def tier(name: str) -> dict[str, Any]:
     return {"diffkv": {"tier": name}}
 
 
-def replies(server: Server, params: Any = None) -> list[list[int]]:
+def replies(
+    server: Server, params: Any = None, prompts: list[list[int]] = PROMPTS, reply: int = REPLY
+) -> list[list[int]]:
     """To all prompts, one after the other: first computed, then behind the cached prompt."""
     server.flush_cache()
     found = []
     for _ in range(2):
-        found += [ask(server, ids, params).json()["output_ids"] for ids in PROMPTS]
+        found += [ask(server, ids, params, reply).json()["output_ids"] for ids in prompts]
     return found
 
 
@@ -104,6 +110,36 @@ def test_others_notice_nothing(server_of: Callable[..., Server]) -> None:
     assert found == default
 
 
+@pytest.mark.parametrize("exact", [False, pytest.param(True, marks=pytest.mark.full)], ids=["compressed", "exact"])
+def test_a_window_of_its_own_is_that_of_a_server_with_it(exact: bool, server_of: Callable[..., Server]) -> None:
+    """Of two servers each says with the other's window what the other says: a larger and a smaller one than its own,
+    for prompts that are computed and cached. Requests of both run at once."""
+    form, prompts = {"prefix_fidelity": "exact"} if exact else {}, [PROMPTS[2], tokens(131, 5)]
+    narrow = server_of("diffkv", ARGS, config={**MIXED, **form}, env=STRICT)
+    usual = {32: replies(narrow, None, prompts, 12), 96: replies(narrow, window(96), prompts, 12)}
+    assert usual[32] != usual[96], "the window makes no difference"
+    narrow.flush_cache()
+    seen: list[dict[str, int]] = []
+    with ThreadPoolExecutor(4) as pool:
+        asked = {
+            (size, number): pool.submit(ask, narrow, ids, window(size), 12)
+            for number, ids in enumerate(prompts)
+            for size in usual
+        }
+        while not all(x.done() for x in asked.values()):
+            seen.append(stats_of(narrow)["fidelity"]["running"])
+            time.sleep(0.05)
+    assert any(x["window"] and x["default"] for x in seen), "they ran one kind after the other"
+    for (size, number), reply in asked.items():
+        assert reply.result().json()["output_ids"] == usual[size][number], "as computed alone"
+    counts = {"default": 0, "high": 0, "window": 0}
+    assert stats_of(narrow)["fidelity"]["running"] == counts
+    policy = {**MIXED["policy"], "window": 96}
+    wide = server_of("diffkv", ARGS, config={**MIXED, **form, "policy": policy}, env=STRICT)
+    assert replies(wide, None, prompts, 12) == usual[96]
+    assert replies(wide, window(32), prompts, 12) == usual[32]
+
+
 @pytest.mark.parametrize(
     ("params", "said"),
     [
@@ -112,6 +148,9 @@ def test_others_notice_nothing(server_of: Callable[..., Server]) -> None:
         (tier("lossles"), "did you mean"),
         (tier("lossless"), "K8V4, which rounds"),
         ({"diffkv": {"tier": {"a": "b"}}}, "tier is an object"),
+        (window(3), "this server needs 4 at least"),
+        (window(4097), "allowed is a whole number from 1 to 4,096"),
+        ({"diffkv": {"tier": "high", "window": 64}}, "drop one of the two"),
         ({"diffkv": [tier("high")]}, "the whole is a list"),
     ],
 )

@@ -10,6 +10,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import requests
+import torch
+from safetensors.torch import save_file
 
 from benchmarks import splits
 from benchmarks.paths import NANO
@@ -180,7 +182,7 @@ def test_beams_are_declined(server: Server) -> None:
     assert ignored["output_ids"] == reply["output_ids"]
 
 
-def test_rotated_keys_less_their_means_answer_over_chunks_and_prefix_hits(
+def test_rotations_and_key_means_answer_over_chunks_and_prefix_hits(
     server_of: Callable[..., Server], tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     items = reference.select(splits.load("calib"), tasks=["kvupd", "count", "hop", "copy"], levels=["easy"], n=8)
@@ -190,10 +192,13 @@ def test_rotated_keys_less_their_means_answer_over_chunks_and_prefix_hits(
     (folder / "text.txt").write_text("\n".join(x.prompt for x in splits.load("calib")[:20]), encoding="utf-8")
     path = str(folder / "means.safetensors")
     assert means.main(["--model", str(NANO), "--text", str(folder / "text.txt"), "--output", path]) == 0
+    rotation = str(folder / "rotation.safetensors")  # some for each layer and KV head
+    save_file({"rotation": torch.linalg.qr(torch.randn(6, 2, 64, 64)).Q.contiguous()}, rotation)
     config = {"rotate": "keys", "key_means": path, "policy": {"name": "diffkv", "alpha_high": 5, "window": 32}}
+    config = {**config, "value_rotation": rotation}
     server = server_of("diffkv", ["--chunked-prefill-size", "64"], config=config)
     for _ in range(2):
         replies = client.run(server.url, prompts, 400, concurrency=6)
         assert sum(reference.grade(r.text, x.answers) for r, x in zip(replies, items, strict=True)) >= 7
     assert all(r.cached_tokens for r in replies)
-    assert f"rotation keys; key means {path}" in server.log_text()
+    assert f"rotation keys, values by {rotation}; key means {path}" in server.log_text()

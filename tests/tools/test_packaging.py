@@ -198,7 +198,16 @@ def test_a_command_without_its_packages_says_how_to_install_them(bare: Path, pac
         if name.endswith(".py") and '__name__ == "__main__"' in _source(name) and not name.endswith(INTERNAL)
     }
     modules = {x.removesuffix(".py").removesuffix("/__main__").replace("/", ".") for x in commands}
-    tools = ("evaluate", "evaluate.replies", "calibrate", "calibrate.heads", "calibrate.means", "inspect", "capacity")
+    tools = (
+        "evaluate",
+        "evaluate.replies",
+        "calibrate",
+        "calibrate.heads",
+        "calibrate.means",
+        "inspect",
+        "capacity",
+        "shadow",
+    )
     assert {f"sglang_diffkv.{x}" for x in (*tools, "doctor")} <= modules
     for module in sorted(modules - {"sglang_diffkv.doctor"}):
         done = _run_bare(bare, module, "--help")

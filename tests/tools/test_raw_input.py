@@ -28,6 +28,7 @@ from sglang_diffkv.calibration import (
 )
 from sglang_diffkv.config import CONFIG_ENV, DiffKVConfig, load_config, read_config
 from sglang_diffkv.errors import ConfigError
+from sglang_diffkv.fitted_rotation import read_rotation
 from sglang_diffkv.key_means import read_key_means
 from sglang_diffkv.policies.registry import PolicyConfig
 
@@ -149,6 +150,7 @@ def test_what_is_no_regular_file(make: Callable[[Path], None], tmp_path: Path) -
     refusal(lambda: read_config(str(path)))
     refusal(lambda: resolve(json.dumps({"thresholds": str(path)}), tmp_path))
     refusal(lambda: read_key_means(str(path), 2, 2, 64))
+    refusal(lambda: read_rotation("key_rotation", str(path), 2, 2, 64))
     refusal(lambda: read_config(json.dumps(duo(str(path)))))
 
 
@@ -157,6 +159,7 @@ def test_impossible_paths(path: str, tmp_path: Path) -> None:
     if path:
         refusal(lambda: read_config(path))
         refusal(lambda: read_key_means(path, 2, 2, 64))
+        refusal(lambda: read_rotation("key_rotation", path, 2, 2, 64))
     refusal(lambda: resolve(json.dumps({"thresholds": path}), tmp_path))
     refusal(lambda: read_config(json.dumps(duo(path))))
 
@@ -462,6 +465,7 @@ def test_any_file_is_used_or_refused(content: bytes, tmp_path: Path) -> None:
         lambda: used(read_config(str(own / FILE_NAME))),
         lambda: resolve(None, own),
         lambda: read_key_means(str(own / "means"), 2, 2, 64),
+        lambda: read_rotation("key_rotation", str(own / "means"), 2, 2, 64),
         lambda: used(read_config(json.dumps(duo(str(own / "means"))))),
     ]
     for call in calls:

@@ -1,4 +1,5 @@
-"""Requests that keep all tokens in the high tier: what they may ask for, and their place in the prefix cache."""
+"""Requests that keep all tokens in the high tier or have a window of their own: what they may ask for, and their place
+in the prefix cache."""
 
 from __future__ import annotations
 
@@ -17,10 +18,10 @@ from sglang_diffkv.policies.uniform import UniformPolicy
 from sglang_diffkv.srt.hooks.request_fields import add_request_to_queue
 from sglang_diffkv.srt.scheduling import admission
 from sglang_diffkv.srt.scheduling.fidelity import Fidelity, fields_of, lossless_obstacle
-from sglang_diffkv.srt.tree.private_space import HighSpace, PrivateSpace
+from sglang_diffkv.srt.tree.private_space import HighSpace, PrivateSpace, WindowSpace
 from sglang_diffkv.srt.tree.retracted import Retracted
 from sglang_diffkv.srt.versions import compat
-from tests.policies import snapkv_policy, zipage_policy
+from tests.policies import diffkv_policy, snapkv_policy, zipage_policy
 from tests.tree.stand_in import Fields, Match
 from tests.tree.test_retracted import readmit, retract, run
 from tests.tree.tree_world import World
@@ -42,6 +43,10 @@ def tier(name: str) -> dict[str, Any]:
     return {"diffkv": {"tier": name}}
 
 
+def window(tokens: Any) -> dict[str, Any]:
+    return {"diffkv": {"window": tokens}}
+
+
 @pytest.mark.parametrize("params", [None, {}, [1], "diffkv", {"token_ids": [1]}, {"diffkv": {}}, tier("default")])
 def test_what_asks_for_nothing(params: Any) -> None:
     assert fields_of(params).tier == "default"
@@ -53,7 +58,12 @@ def test_what_asks_for_nothing(params: Any) -> None:
         ({"difkv": {}}, r'unknown field "difkv" in custom_params; did you mean diffkv\?'),
         ({"DiffKV": {}}, "did you mean diffkv"),
         ({"diffkv": {"teir": "high"}}, 'unknown field "teir"; did you mean tier'),
-        ({"diffkv": {"window": 3}}, 'unknown field "window": allowed are tier'),
+        ({"diffkv": {"windwo": 3}}, 'unknown field "windwo"; did you mean window'),
+        (window(0), "window is 0: allowed is a whole number from 1 to 4,096"),
+        (window(10**30), "window is .*: allowed is a whole number from 1 to 4,096"),
+        (window("64"), 'window is "64": allowed is a whole number'),
+        (window(True), "window is true: allowed is a whole number"),
+        (window(64.0), "window is 64.0: allowed is a whole number"),
         (tier("hihg"), 'tier is "hihg": allowed is .* did you mean "high"'),
         (tier("High"), 'did you mean "high"'),
         ({"diffkv": {"tier": 1}}, "tier is 1: allowed is"),
@@ -84,6 +94,7 @@ def test_other_names_of_a_client_are_its_own() -> None:
         ("balanced", "the highest tier of this server is K8V4, which rounds"),
         ('{"tiers": ["BF16", "K4V2"], "rotate": "keys"}', "without rotate"),
         ('{"tiers": ["BF16", "K4V2"], "key_means": "means.safetensors"}', "without key_means"),
+        ('{"tiers": ["BF16", "K4V2"], "value_rotation": "r.pt"}', "without value_rotation"),
     ],
 )
 def test_what_lossless_asks_of_a_server(text: str, obstacle: str) -> None:
@@ -115,6 +126,77 @@ def test_what_a_server_refuses(config: dict[str, Any], given: dict[str, Any], pr
     assert fidelity.take(asked(prompt=prompt)) == ""
 
 
+@pytest.mark.parametrize(
+    ("given", "params", "said"),
+    [
+        ({"most_window": 0}, window(9), 'this server has 8 for all requests ("request_window": 0): drop the field'),
+        ({"most_window": 40}, window(41), "this server gives a request 40 at most: ask for fewer, or start the server"),
+        ({"policy": diffkv_policy(1.0, 0.0, 8, generated_every=3)}, window(2), "this server needs 3 at least"),
+        ({"policy": snapkv_policy(Budget(20), window=8), "tiers": (Tier(8, 4),)}, window(9), "has one window for all"),
+        ({}, {"diffkv": {"tier": "high", "window": 9}}, 'tier is "high", which keeps all tokens: drop one of the two'),
+    ],
+)
+def test_windows_that_a_server_refuses(given: dict[str, Any], params: Any, said: str) -> None:
+    world = World(400, exact=False, high_rows=True, **{"most_window": 40, **given})
+    problem = world.requests.fidelity.take(req := asked(params))
+    assert said in problem and "\n" not in problem and problem.startswith("DiffKV: custom_params.diffkv.window is ")
+    assert world.requests.fidelity.report()["refused"] == 1 and compat.own_window(req) is None
+
+
+def test_windows_that_make_no_difference() -> None:
+    """The usual one, and any where no token moves: these share prefixes with others."""
+    for given in ({}, {"policy": UniformPolicy(), "tiers": (Tier(8, 4),)}):
+        world = World(400, exact=False, most_window=40, **given)
+        req = asked(window(8 if not given else 30))
+        assert world.requests.fidelity.take(req) == "" and compat.own_window(req) is None
+    larger, smaller = asked(window(30)), asked(window(3))
+    world = World(400, exact=False, most_window=40)
+    for req in (larger, smaller):
+        assert world.requests.fidelity.take(req) == ""
+    assert (compat.own_window(larger), compat.own_window(smaller)) == (30, 3)
+    assert compat.grows_whole(larger) and not compat.grows_whole(smaller)
+
+
+@pytest.mark.parametrize("exact", [False, True], ids=["compressed", "exact"])
+def test_prefixes_of_different_windows_stay_apart(exact: bool) -> None:
+    """A prompt is found up to the window with which it was compressed, by requests of this window."""
+    world = World(1200, exact=exact, most_window=40, share_min=8)
+    ids, spaces = world.tokens(60), {8: None, 20: WindowSpace(None, 20), 3: WindowSpace(None, 3)}
+    reqs = {tokens: world.prompt([*ids, tokens], extra_key=space) for tokens, space in spaces.items()}
+    assert world.requests.fidelity.counts() == {"default": 1, "high": 0, "window": 2}
+    for tokens, req in reqs.items():
+        row, held = req.kv.req_pool_idx, world.manager.state.own_tokens
+        assert world.manager.rows.length(row) == 61
+        if exact:
+            assert held[row, 0, 0].tolist() == [tokens, 61 - tokens], "a copy of the whole prompt"
+        else:
+            assert world.manager.rows.frozen(row) == 61 - tokens
+    for tokens, space in spaces.items():
+        match = Match(world.tree, array("q", [*ids, tokens, 9]), extra_key=space)
+        assert len(match) == (61 if exact else 61 - tokens), "of nobody else's"
+        match.unlock(world.tree)
+    other = Match(world.tree, array("q", [*ids, 9]), extra_key=WindowSpace("tenant", 20))
+    assert len(other) == 0
+    other.unlock(world.tree)
+    for req in reqs.values():
+        world.leave(req)
+    world.listener.check()
+    assert world.requests.fidelity.counts() == {"default": 0, "high": 0, "window": 0}
+
+
+def test_a_retracted_request_keeps_its_window() -> None:
+    world = World(300, exact=False, host_pages=200, most_window=40)
+    req = world.prompt(world.tokens(60), extra_key=WindowSpace(None, 20))
+    retract(world, req)
+    assert len(world.manager.windows) == 0
+    world.tree.make_pages(world.manager.geometry.num_pages, partly=True)
+    assert readmit(world, req) == 60
+    run(world, req)
+    assert world.manager.windows.window_of(req.kv.req_pool_idx) == 20
+    world.leave(req)
+    world.listener.check()
+
+
 def test_where_nothing_is_compressed_all_requests_are_alike() -> None:
     """They share prefixes, and are in no namespace."""
     world = World(400, policy=snapkv_policy(Budget(20), window=8), tiers=(Tier(8, 4),), high_rows=True, exact=False)
@@ -126,17 +208,20 @@ def test_where_nothing_is_compressed_all_requests_are_alike() -> None:
 
 
 def test_a_request_is_looked_at_when_it_is_queued_first() -> None:
-    world = World(400, exact=False, high_rows=True)
+    world = World(400, exact=False, high_rows=True, most_window=40)
     scheduler, queue = SimpleNamespace(token_to_kv_pool_allocator=world.allocator), []
 
     def original(self: Any, req: Any, is_retracted: bool = False) -> None:
         queue.append(req)
 
-    high, plain, wrong = asked(tier("high")), asked(), asked({"diffkv": {"window": 3}})
+    high, plain, wrong = asked(tier("high")), asked(), asked({"diffkv": {"windwo": 3}})
     high.extra_key = "tenant"
-    for req in (high, plain, wrong, high):
+    narrow = asked(window(5))
+    narrow.extra_key = "tenant"
+    for req in (high, plain, wrong, high, narrow, narrow):
         add_request_to_queue(original, scheduler, req)
-    assert queue == [high, plain, wrong, high]
+    assert queue == [high, plain, wrong, high, narrow, narrow]
+    assert narrow.extra_key == WindowSpace("tenant", 5) and not narrow.errors
     assert high.extra_key == HighSpace("tenant"), "and not within itself"
     assert plain.extra_key is None and wrong.extra_key is None
     assert len(wrong.errors) == 1 and not high.errors and not plain.errors
@@ -152,6 +237,10 @@ def test_no_client_can_name_the_namespace() -> None:
     assert HighSpace("a") == HighSpace("a") != HighSpace("b") and hash(HighSpace("a")) == hash(HighSpace("a"))
     assert HighSpace("a") not in (repr(HighSpace("a")), "a", None, PrivateSpace())
     assert isinstance(HIGH, PrivateSpace), "so that no KV event tells of it"
+    narrow = WindowSpace("a", 5)
+    assert narrow == WindowSpace("a", 5) and hash(narrow) == hash(WindowSpace("a", 5))
+    assert narrow not in (WindowSpace("b", 5), WindowSpace("a", 6), HighSpace("a"), repr(narrow), "a", None)
+    assert isinstance(narrow, PrivateSpace)
 
 
 @pytest.mark.parametrize("exact", [False, True], ids=["compressed", "exact"])
@@ -163,7 +252,8 @@ def test_prefixes_of_different_fidelity_stay_apart(exact: bool) -> None:
     high = world.prompt([*ids, 2], extra_key=HIGH)
     assert high.prefix_len == 61 and world.manager.rows.length(high.kv.req_pool_idx) == 61
     row = high.kv.req_pool_idx
-    assert row in world.manager.high and world.requests.fidelity.counts() == {"default": 1, "high": 1}
+    counts = {"default": 1, "high": 1, "window": 0}
+    assert row in world.manager.high and world.requests.fidelity.counts() == counts
     for _ in range(20):
         world.decode(high)
         world.check()
@@ -183,7 +273,7 @@ def test_prefixes_of_different_fidelity_stay_apart(exact: bool) -> None:
     assert not world.manager.state.own_tokens[again.kv.req_pool_idx, :, :, 1:].any()
     world.leave(again)
     world.listener.check()
-    assert world.requests.fidelity.counts() == {"default": 0, "high": 0}
+    assert world.requests.fidelity.counts() == {"default": 0, "high": 0, "window": 0}
 
 
 @pytest.mark.parametrize("exact", [False, True], ids=["compressed", "exact"])
@@ -261,7 +351,7 @@ def test_what_they_are_expected_to_take() -> None:
     ledger, rule = world.requests.ledger, world.requests.admission_rule
     ledger._estimate, ledger._estimated_at = 0.5, (world.manager.counts.tick, world.manager.counts.counted_step)
     high, plain = asked(), asked()
-    high.diffkv_keeps_high = True
+    high.diffkv_keeps_high = high.diffkv_grows_whole = True
     for req in (high, plain):
         req.kv = SimpleNamespace(req_pool_idx=None)
         req.req_pool_idx = None

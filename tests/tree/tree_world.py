@@ -19,7 +19,7 @@ from sglang_diffkv.mem_pool.page_manager import PageManager
 from sglang_diffkv.policies.base import Policy
 from sglang_diffkv.srt.scheduling.allocator import DiffKVAllocator
 from sglang_diffkv.srt.startup.wiring import build_lifecycle, build_prefix_cache
-from sglang_diffkv.srt.tree.private_space import HighSpace
+from sglang_diffkv.srt.tree.private_space import HighSpace, WindowSpace
 from sglang_diffkv.srt.versions.compat import prefix_len
 from tests.helpers import begin_step
 from tests.policies import diffkv_policy
@@ -48,6 +48,7 @@ class World:
         tiers: tuple[Tier, ...] = (Tier(8, 4), Tier(4, 2)),
         host_pages: int = 0,
         high_rows: bool = False,
+        most_window: int = 0,
         write_policy: str = "",
     ) -> None:
         policy = policy or diffkv_policy(alpha_high, 0.0, 8)
@@ -57,8 +58,9 @@ class World:
             fmt, 1, 1, pages_for(capacity, page_tokens, 1), rows + 1, segments, longest, attention_spans
         )
         self.manager = PageManager(
-            geometry, policy, host_pages=host_pages, write_policy=write_policy, high_rows=high_rows
-        )
+            geometry, policy, host_pages=host_pages, write_policy=write_policy, high_rows=high_rows,
+            most_window=most_window,
+        )  # fmt: skip
         self.pool = pool or ReqToTokenPool(rows, longest, "cpu", False)
         ledger = PageLedger(self.manager, capacity)
         self.requests = build_lifecycle(ledger)
@@ -77,7 +79,7 @@ class World:
 
     def start(self, tokens: list[int], priority: int = 0, **named: Any) -> Any:
         """A request whose prompt is to run in one pass; ``named``: its ``rid`` and ``extra_key``. One in the namespace
-        of those that keep all tokens in the high tier does."""
+        of those that keep all tokens in the high tier does, and one in that of a window has it."""
         req = self.admit(tokens, priority, **named)
         self.attach(req)
         return req
@@ -89,6 +91,7 @@ class World:
         prefix = len(match)
         req = StandIn(prompt, row, match, len(prompt), rid=rid or str(row), priority=priority)
         req.diffkv_keeps_high = isinstance(extra_key, HighSpace)
+        req.diffkv_window = extra_key.window if isinstance(extra_key, WindowSpace) else None
         self.pool.write((row, slice(0, prefix)), match.kv_slots)
         self.pool.write((row, slice(prefix, len(prompt))), self.allocator.alloc(len(prompt) - prefix).int())
         return req
@@ -97,6 +100,8 @@ class World:
         """Give the request's row its prefix."""
         if req.diffkv_keeps_high:
             self.manager.high.keep(req.kv.req_pool_idx)
+        if req.diffkv_window:
+            self.manager.windows.keep(req.kv.req_pool_idx, req.diffkv_window)
         if req.kv.cache_protected_len:
             self.requests.begin_prompt(req)
 

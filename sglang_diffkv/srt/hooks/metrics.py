@@ -74,7 +74,7 @@ FAMILIES = (
     Family("diffkv_restored_tokens_total", "Tokens of retracted requests that were not computed again.", total=True),
     Family(
         "diffkv_running_requests",
-        "Requests that hold pages, by what they asked for; high: all their tokens stay in the high tier.",
+        "Requests that hold pages, by what they asked for: all their tokens in the high tier, or an own window.",
         "fidelity",
     ),
     Family(

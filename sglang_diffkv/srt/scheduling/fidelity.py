@@ -4,6 +4,9 @@ A request whose ``tier`` is ``high`` keeps all its tokens in the server's highes
 that tier stores what the model computed, and an error elsewhere. Such requests find cached prompts of one another only
 (``tree/private_space.py``), so none reads what was compressed for others. They take more room, so a server may bound
 the share of its pool that they have together.
+
+A request may have a ``window`` of its own. It finds cached prompts of requests with the same one only: what the tree
+has of a prompt ends where its window began.
 """
 
 from __future__ import annotations
@@ -14,6 +17,7 @@ from typing import Any, Literal
 
 from pydantic import Field, ValidationError
 
+from sglang_diffkv.bounds import Window
 from sglang_diffkv.config import DiffKVConfig
 from sglang_diffkv.errors import ConfigError
 from sglang_diffkv.files import shown
@@ -24,7 +28,7 @@ from sglang_diffkv.srt.versions import compat
 
 FIELD = "diffkv"
 PLACE = f"custom_params.{FIELD}"
-PAGE = "docs/operate.md#a-tier-for-a-request"
+PAGE = "docs/operate.md#a-tier-or-a-window-for-a-request"
 NEAR, MOST_LETTERS, MOST_NAMES = 0.82, 16, 64
 """How alike a name of ``custom_params`` is that means ours; names that are longer, or come later, are not looked at."""
 
@@ -35,9 +39,11 @@ class RequestFields(Strict):
     Attributes:
         tier: ``default``: as the server's policy has it. ``high``: all tokens stay in the server's highest tier.
             ``lossless``: the same, if that tier stores what the model computed.
+        window: newest tokens that stay in the highest tier in any case; None: as many as the server's policy says.
     """
 
     tier: Literal["default", "high", "lossless"] = Field(default="default", description="where its tokens stay")
+    window: Window | None = Field(default=None, description="newest tokens that stay in the highest tier")
 
 
 def fields_of(params: Any) -> RequestFields:
@@ -67,7 +73,8 @@ def lossless_obstacle(config: DiffKVConfig) -> str:
             f"the highest tier of this server is {high}, which rounds: ask for {_tier('high')}, or start the server "
             f'with "tiers": ["BF16", "{high}"]'
         )
-    changes = [name for name, value in (("rotate", config.rotate != "none"), ("key_means", config.key_means)) if value]
+    named = ("key_means", "key_rotation", "value_rotation")
+    changes = ["rotate"] * (config.rotate != "none") + [name for name in named if getattr(config, name)]
     if changes:
         return (
             f"this server changes keys or values before it stores them: ask for {_tier('high')}, or start the server "
@@ -81,19 +88,19 @@ def _tier(name: str) -> str:
 
 
 class Fidelity:
-    """The requests that keep all their tokens in the high tier.
+    """The requests that keep all their tokens in the high tier, or have a window of their own.
 
     Args:
         config: the server's; None for one that allows all.
 
     Attributes:
-        share: of the pool, what such requests may take together. refused: requests that asked for what there is not.
+        share: of the pool, what the former may take together. refused: requests that asked for what there is not.
     """
 
     def __init__(self, ledger: PageLedger, config: DiffKVConfig | None = None):
         config = config or DiffKVConfig()
         self.ledger, self.manager = ledger, ledger.manager
-        self.share, self.refused = config.high_requests, 0
+        self.share, self.refused, self._method = config.high_requests, 0, config.method.name
         self._lossless_obstacle = lossless_obstacle(config)
         self._exact = config.prefix_fidelity == "exact"
 
@@ -105,18 +112,25 @@ class Fidelity:
     def take(self, req: Any) -> str:
         """Look at a request that has come, once. What is wrong with what it asks for, on one line; empty if nothing
         is."""
-        req.diffkv_keeps_high = False
+        req.diffkv_keeps_high = req.diffkv_grows_whole = False
+        req.diffkv_window = None
         if getattr(req, "to_finish", None) is not None:
             return ""  # SGLang has refused it
         try:
-            tier = fields_of(req.sampling_params.custom_params).tier
-            if tier != "default":
-                self._check(tier, len(req.origin_input_ids))
+            asked = fields_of(req.sampling_params.custom_params)
+            if asked.tier != "default":
+                self._check(asked.tier, len(req.origin_input_ids))
+            if asked.window is not None:
+                self._check_window(asked.tier, asked.window)
         except ConfigError as error:
             self.refused += 1
             return f"DiffKV: {error}"
         # Where the policy moves no token all requests are such ones, and share prefixes.
-        req.diffkv_keeps_high = tier != "default" and self.manager.high.allowed
+        req.diffkv_keeps_high = req.diffkv_grows_whole = asked.tier != "default" and self.manager.high.allowed
+        windows, usual = self.manager.windows, self.manager.policy.window
+        if asked.window not in (None, usual) and windows.allowed:
+            windows.expect(asked.window)
+            req.diffkv_window, req.diffkv_grows_whole = asked.window, asked.window > usual
         return ""
 
     def _check(self, tier: str, length: int) -> None:
@@ -144,6 +158,33 @@ class Fidelity:
                 f"server's {self.ledger.capacity:,}. Drop the field, or start the server with more high_requests"
             )
 
+    def _check_window(self, tier: str, window: int) -> None:
+        """Raise ConfigError if a request of this tier cannot have this window. Where no token moves, any is kept."""
+        windows, policy, asked = self.manager.windows, self.manager.policy, f"{PLACE}.window is {window:,}, and "
+        if tier != "default":
+            raise ConfigError(f"{asked}tier is {shown(tier)}, which keeps all tokens: drop one of the two")
+        if not policy.compresses or window == policy.window:
+            return
+        if policy.least_window is None:
+            raise ConfigError(
+                f"{asked}the method of this server, {self._method}, has one window for all requests: drop the field, "
+                'or start the server with "diffkv" or "leankv"'
+            )
+        if not windows.most:
+            raise ConfigError(
+                f'{asked}this server has {policy.window:,} for all requests ("request_window": 0): drop the field'
+            )
+        if window < windows.least:
+            raise ConfigError(
+                f"{asked}scores are sampled, so that this server needs {windows.least:,} at least (observe_every, "
+                "generated_every): ask for more"
+            )
+        if window > windows.most:
+            raise ConfigError(
+                f"{asked}this server gives a request {windows.most:,} at most: ask for fewer, or start the server with "
+                "a larger request_window"
+            )
+
     def waits(self, req: Any, running: Sequence[Any], ratio: float) -> bool:
         """Whether a request has to wait since those that keep all take their share of the pool. The first one always
         may run.
@@ -160,9 +201,10 @@ class Fidelity:
 
     def counts(self) -> dict[str, int]:
         """Requests that hold a row, by fidelity."""
-        high = len(self.manager.high)
-        return {"default": max(len(self.manager.rows) - high, 0), "high": high}
+        high, window = len(self.manager.high), len(self.manager.windows)
+        return {"default": max(len(self.manager.rows) - high - window, 0), "high": high, "window": window}
 
     def report(self) -> dict[str, Any]:
         """For ``/server_info``."""
-        return {"running": self.counts(), "refused": self.refused, "high_requests": self.share}
+        bounds = {"high_requests": self.share, "request_window": self.manager.windows.most}
+        return {"running": self.counts(), "refused": self.refused, **bounds}

@@ -39,14 +39,14 @@ class AdmissionRule:
         """High-tier tokens that a running request is expected to take, if SGLang expects so many ``tokens`` of it.
         ``adder``: SGLang's, of this pass."""
         row = compat.row_of(req)
-        if row is None and compat.keeps_high(req):
+        if row is None and compat.grows_whole(req):
             return self.ledger.whole_growth(0, tokens)
         return self.ledger.growth_of(row, tokens)
 
     def check(self, req: Any, needed: int, others: Sequence[Any], ratio: float) -> tuple[compat.Growth, bool]:
         """What a request's generated tokens take beside those of ``others``, which run or are admitted, and whether
         there is room for it. Its prompt computes ``needed`` tokens."""
-        return self.ledger.whole_growth if compat.keeps_high(req) else self.ledger.growth, True
+        return self.ledger.whole_growth if compat.grows_whole(req) else self.ledger.growth, True
 
     def refuse(self, req: Any, needed: int) -> None:
         """The request waits for room; its prompt computes ``needed`` tokens."""

@@ -242,6 +242,8 @@ class RequestLifecycle:
             prompt = compat.prompt_len(req)
             if compat.keeps_high(req):
                 self.manager.high.keep(row)
+            if window := compat.own_window(req):
+                self.manager.windows.keep(row, window)
             if start and row not in self.manager.rows:
                 with self.refusing(reqs, req):
                     self.begin_prompt(req)
@@ -370,6 +372,7 @@ class RequestLifecycle:
             for part in self.listeners:
                 part.row_released()
         self.manager.high.forget(row)
+        self.manager.windows.forget(row)
         for part in self.listeners:
             part.left(req, row)
 

@@ -145,6 +145,7 @@ def build_allocator(configurator: Any, pool: DiffKVPool, rows: Any) -> DiffKVAll
         drafts=drafts,
         host_pages=int(ranks.least(np.array([plan.host_pages(geometry)]))[0]),
         high_rows=plan.config.high_requests > 0,
+        most_window=plan.config.request_window,
         keeps_retracted=plan.keeps_retracted,
         write_policy="" if plan.host_tier is None else plan.host_tier.write_policy,
     )

@@ -45,11 +45,12 @@ BLOB = re.compile("[0-9a-f]{64}")
 
 
 def configuration_digest(config: DiffKVConfig) -> str:
-    """Of the plugin's configuration, the file that it names, and both programs."""
+    """Of the plugin's configuration, the files that it names, and both programs."""
     import sglang
 
-    means = Path(config.key_means).read_bytes() if config.key_means is not None else b""
-    return _digest([__version__, sglang.__version__, config.whole(), hashlib.blake2b(means).hexdigest()])
+    paths = (config.key_means, config.key_rotation, config.value_rotation)
+    files = [hashlib.blake2b(Path(path).read_bytes() if path is not None else b"").hexdigest() for path in paths]
+    return _digest([__version__, sglang.__version__, config.whole(), *files])
 
 
 def model_digest(server_args: Any, model: Any) -> str:

@@ -35,6 +35,25 @@ class HighSpace(PrivateSpace):
         return f"HighSpace({self.within!r})"
 
 
+class WindowSpace(PrivateSpace):
+    """The namespace of requests that have one ``window`` of their own, within what the client chose. Equal to another
+    of the same ``within`` and ``window``, and to no text."""
+
+    __slots__ = ("window", "within")
+
+    def __init__(self, within: str | None, window: int):
+        self.within, self.window = within, window
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, WindowSpace) and (self.within, self.window) == (other.within, other.window)
+
+    def __hash__(self) -> int:
+        return hash((WindowSpace, self.within, self.window))
+
+    def __repr__(self) -> str:
+        return f"WindowSpace({self.within!r}, {self.window})"
+
+
 def in_space(key: Any, space: PrivateSpace) -> Any:
     """A copy of SGLang's RadixKey in a private namespace."""
     found = copy.copy(key)

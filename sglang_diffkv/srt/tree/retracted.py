@@ -242,7 +242,7 @@ class Retracted(Restoring):
         expected to generate."""
         geometry = self.manager.geometry
         restored = pages * geometry.fmt.high.tokens / geometry.heads
-        growth = self.ledger.whole_growth if compat.keeps_high(kept.req) else self.ledger.growth
+        growth = self.ledger.whole_growth if compat.grows_whole(kept.req) else self.ledger.growth
         return restored + compat.tokens_to_grow(kept.req, growth) + 2
 
     def _expected_to_fit(self, kept: Kept, pages: int) -> bool:

@@ -156,6 +156,16 @@ def keeps_high(req: Any) -> bool:
     return getattr(req, "diffkv_keeps_high", False)
 
 
+def own_window(req: Any) -> int | None:
+    """The window that the request has for itself, as it has asked; None for the server's."""
+    return getattr(req, "diffkv_window", None)
+
+
+def grows_whole(req: Any) -> bool:
+    """Whether each generated token of the request, until it runs, counts as one of the high tier."""
+    return getattr(req, "diffkv_grows_whole", False)
+
+
 def findable(req: Any) -> bool:
     """Whether the request goes on later, and SGLang will look for all its tokens in the prefix cache then. It does not
     where logprobs are asked for, of generated tokens too: it computes these again."""
