@@ -54,8 +54,8 @@ class Pieces:
         if "add_space_prefix" in fields and fields["add_space_prefix"].contents():
             raise ValueError(f"{file.name}: a space in front of each text is not provided for")
         begins = "add_bos_token" in fields and bool(fields["add_bos_token"].contents())
-        lists = (fields[name].contents() for name in ("tokens", "scores", "token_type"))
-        return cls(*lists, special=special_tokens(reader), begins=begins)
+        texts, scores, types = (fields[name].contents() for name in ("tokens", "scores", "token_type"))
+        return cls(texts, scores, types, special_tokens(reader), begins)
 
     def of_type(self, *types: TokenType) -> list[int]:
         """The ids of pieces of these types."""

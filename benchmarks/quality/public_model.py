@@ -201,9 +201,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         ours = answers(server, model, args.max_new_tokens)
         finished = finished_usage(server, len(ours))
     asked = [x.replace("\n", " ")[-60:] for x in (QUESTIONS if model.chats else BEGINNINGS)]
-    print(
-        markdown(["question", "stock, bfloat16", f"diffkv {args.diffkv_config}"], zip(asked, stock, ours, strict=True))
-    )
+    rows = list(zip(asked, stock, ours, strict=True))
+    print(markdown(["question", "stock, bfloat16", f"diffkv {args.diffkv_config}"], rows))
     same = sum(a == b for a, b in zip(stock, lossless, strict=True))
     print(f"\nThe lossless tier gives stock's replies in {same} of {len(stock)}.")
     whole, held, tokens = (finished[key] for key in ("bf16_bytes", "page_bytes", "tokens"))

@@ -14,7 +14,7 @@ from sglang_diffkv.attention.wrappers import DecodeWrapper, ExtendWrapper
 from sglang_diffkv.config import DiffKVConfig, load_config
 from sglang_diffkv.errors import UnsupportedError
 from sglang_diffkv.kernels.rotate.reference import Rotation
-from sglang_diffkv.key_means import of_rank, read_key_means
+from sglang_diffkv.key_means import AUTO, of_rank, read_key_means
 from sglang_diffkv.mem_pool.steps import LaunchedStep
 from sglang_diffkv.ops import Scaling
 from sglang_diffkv.srt.models.scaling import scaling_of
@@ -30,9 +30,13 @@ class DiffKVAttnBackend(AttentionBackend):
     together. A CUDA graph holds all of a decode step but the table blocks that the host hands out.
     """
 
-    def __init__(self, runner: Any, scalings: Sequence[Scaling] = (), sinks: torch.dtype | None = None):
+    def __init__(
+        self, runner: Any, scalings: Sequence[Scaling] = (), sinks: torch.dtype | None = None, *,
+        own_means: torch.Tensor | None = None,
+    ):  # fmt: skip
         """``scalings``: of the model's layers, for which kernels are made ready; by default the usual one. ``sinks``:
-        the type of their attention sinks, None if they have none."""
+        the type of their attention sinks, None if they have none. ``own_means``: [L, H, head_dim], key means of this
+        rank's heads that the server found itself."""
         super().__init__()
         pool = runner.token_to_kv_pool
         if not isinstance(pool, DiffKVPool) or pool.manager is None:
@@ -52,7 +56,7 @@ class DiffKVAttnBackend(AttentionBackend):
         if running is not None:
             running.scaling = _one_scaling(scalings) or running.scaling
         queries = None if running is None else running.cache
-        means = self._key_means(runner, config, scalings, sinks)
+        means = own_means if config.key_means == AUTO else self._key_means(runner, config, scalings, sinks)
         self.decode = DecodeWrapper(ops, rotation=rotation, queries=queries, key_means=means)
         self.extend = ExtendWrapper(ops, rotation=rotation, key_means=means)
         self.mixed = MixedWrapper(self.extend, self.decode)

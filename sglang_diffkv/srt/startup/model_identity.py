@@ -16,6 +16,7 @@ import xxhash
 
 from sglang_diffkv import __version__
 from sglang_diffkv.config import DiffKVConfig
+from sglang_diffkv.key_means import AUTO
 from sglang_diffkv.mem_pool.segment_object import canonical
 from sglang_diffkv.srt.versions import compat
 
@@ -44,25 +45,35 @@ PATHS = ("_name_or_path", "_commit_hash", "transformers_version")
 BLOB = re.compile("[0-9a-f]{64}")
 
 
-def configuration_digest(config: DiffKVConfig) -> str:
-    """Of the plugin's configuration, the file that it names, and both programs."""
+def configuration_digest(config: DiffKVConfig, own_means: str = "") -> str:
+    """Of the plugin's configuration, the file that it names, and both programs. ``own_means``: a name of the key means
+    that the server found itself."""
     import sglang
 
-    means = Path(config.key_means).read_bytes() if config.key_means is not None else b""
-    return _digest([__version__, sglang.__version__, config.whole(), hashlib.blake2b(means).hexdigest()])
+    file = config.key_means not in (None, AUTO)
+    means = hashlib.blake2b(Path(str(config.key_means)).read_bytes() if file else own_means.encode()).hexdigest()
+    return _digest([__version__, sglang.__version__, config.whole(), means])
 
 
 def model_digest(server_args: Any, model: Any) -> str:
     """Of a model, SGLang's ModelConfig. Where nothing says which weights a server has, it is a name of this process
     alone, and the log says so."""
+    obstacle, found = known_digest(server_args, model)
+    if found is None:
+        logger.warning("DiffKV: %s, so what this server stores is found by itself only, until it ends.", obstacle)
+        return secrets.token_hex(16)
+    return found
+
+
+def known_digest(server_args: Any, model: Any) -> tuple[str, str | None]:
+    """As ``model_digest``; None, and why, where nothing says which weights a server has."""
     view = compat.resolved(server_args)
     obstacle, weights = _weights(view, model)
     if weights is None:
-        logger.warning("DiffKV: %s, so what this server stores is found by itself only, until it ends.", obstacle)
-        return secrets.token_hex(16)
+        return obstacle, None
     described = {name: value for name, value in model.hf_config.to_dict().items() if name not in PATHS}
     changing = {name: getattr(view, name, None) for name in CHANGING}
-    return _digest([_plain(described), _plain(changing), weights])
+    return "", _digest([_plain(described), _plain(changing), weights])
 
 
 def _weights(view: Any, model: Any) -> tuple[str, list[Any] | None]:
