@@ -2,7 +2,7 @@
 
 ``q . (k - m)`` is ``q . k`` less a number that is the same for all keys of a query, which softmax does not see:
 attention and scores stay what they are. Keys of a head have much in common, and what is left without it takes a smaller
-range of codes. (SageAttention, Zhang et al., ICLR 2025, takes the mean off a pass's keys before it quantises them; a
+range of codes. (SageAttention, Zhang et al., ICLR 2025, takes the mean off a pass's keys before it quantises them. A
 cache needs one vector for all requests, so it is measured once: by a server at its start, or by
 ``python -m sglang_diffkv.calibrate.means``.)
 """
