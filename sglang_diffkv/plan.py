@@ -10,7 +10,7 @@ import torch
 
 from sglang_diffkv.config import DiffKVConfig
 from sglang_diffkv.fitted_rotation import read_rotation
-from sglang_diffkv.key_means import read_key_means
+from sglang_diffkv.key_means import AUTO, read_key_means
 from sglang_diffkv.layout.geometry import Geometry
 from sglang_diffkv.layout.page_format import PageFormat
 from sglang_diffkv.layout.ranks import Ranks
@@ -124,7 +124,7 @@ class MemoryPlan:
         model, ranks = configurator.model_config, configurator.server_args.tp_size
         fmt = config.page_format(model.head_dim, model.v_head_dim or model.head_dim, max_tokens)
         config.check_heads(num_layers, model.get_total_num_kv_heads())
-        if config.key_means is not None:
+        if config.key_means not in (None, AUTO):
             read_key_means(config.key_means, num_layers, model.get_total_num_kv_heads(), model.head_dim)
         on_gpu = torch.device(configurator.device).type == "cuda"
         heads = (model.get_num_kv_heads(ranks), model.num_attention_heads // ranks)

@@ -12,14 +12,16 @@ from typing import Any
 PRESETS: Mapping[str, Mapping[str, Any]] = {
     "lossless": {"tiers": ["BF16"]},
     "safe": {"tiers": ["K8V4"]},
-    "balanced": {"tiers": ["K8V4", "K4V2"], "policy": {"name": "diffkv"}},
+    "balanced": {"tiers": ["K8V4", "K4V2"], "key_means": "auto", "policy": {"name": "diffkv"}},
     "small": {
         "tiers": ["K8V4", "K4V2"],
         "rotate": "both",
+        "key_means": "auto",
         "policy": {"name": "diffkv", "alpha_high": 1e9, "window": 252, "sinks": 4},
     },
 }
-"""Name -> the fields that it sets. Fields that it leaves out are defaults, and no thresholds are looked up."""
+"""Name -> the fields that it sets. Fields that it leaves out are defaults, and no thresholds are looked up. Servers find
+key means themselves, which 8-bit keys do not need."""
 
 
 def preset_of(text: str) -> str:

@@ -14,7 +14,8 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
-from sglang_diffkv.calibrate.reading import Sight, attention_rows, causal, load, read
+from sglang_diffkv.attention.whole import Sight, attention_rows, causal
+from sglang_diffkv.calibrate.reading import load, read
 from sglang_diffkv.evaluate.runner import Suite
 
 Rows = Iterable[tuple[int, torch.Tensor]]

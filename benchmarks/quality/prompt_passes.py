@@ -15,8 +15,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from sglang_diffkv.attention.whole import Sight, causal
 from sglang_diffkv.calibrate.layers.measure import Rule, score_layers, window_scores
-from sglang_diffkv.calibrate.reading import Sight, causal, load
+from sglang_diffkv.calibrate.reading import load
 from sglang_diffkv.evaluate.endpoint import EvaluationError
 from sglang_diffkv.kernels.gather_scores.reference import smooth
 from sglang_diffkv.kernels.select.reference import is_above, select_count

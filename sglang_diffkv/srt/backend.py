@@ -16,7 +16,7 @@ from sglang_diffkv.errors import UnsupportedError
 from sglang_diffkv.fitted_rotation import of_rank as rotation_of_rank
 from sglang_diffkv.fitted_rotation import read_rotation
 from sglang_diffkv.kernels.rotate.fitted import FittedRotation
-from sglang_diffkv.key_means import of_rank, read_key_means
+from sglang_diffkv.key_means import AUTO, of_rank, read_key_means
 from sglang_diffkv.mem_pool.steps import LaunchedStep
 from sglang_diffkv.ops import Scaling
 from sglang_diffkv.srt.models.scaling import scaling_of
@@ -32,9 +32,13 @@ class DiffKVAttnBackend(AttentionBackend):
     together. A CUDA graph holds all of a decode step but the table blocks that the host hands out.
     """
 
-    def __init__(self, runner: Any, scalings: Sequence[Scaling] = (), sinks: torch.dtype | None = None):
+    def __init__(
+        self, runner: Any, scalings: Sequence[Scaling] = (), sinks: torch.dtype | None = None, *,
+        own_means: torch.Tensor | None = None,
+    ):  # fmt: skip
         """``scalings``: of the model's layers, for which kernels are made ready; by default the usual one. ``sinks``:
-        the type of their attention sinks, None if they have none."""
+        the type of their attention sinks, None if they have none. ``own_means``: [L, H, head_dim], key means of this
+        rank's heads that the server found itself."""
         super().__init__()
         pool = runner.token_to_kv_pool
         if not isinstance(pool, DiffKVPool) or pool.manager is None:
@@ -54,7 +58,8 @@ class DiffKVAttnBackend(AttentionBackend):
         if running is not None:
             running.scaling = _one_scaling(scalings) or running.scaling
         queries = None if running is None else running.cache
-        form["key_means"] = self._key_means(runner, config, scalings, sinks)
+        means = own_means if config.key_means == AUTO else self._key_means(runner, config, scalings, sinks)
+        form["key_means"] = means
         self.decode = DecodeWrapper(ops, queries=queries, **form)
         self.extend = ExtendWrapper(ops, **form)
         self.mixed = MixedWrapper(self.extend, self.decode)

@@ -31,7 +31,7 @@ def test_fewest_tokens_that_hold_a_share(mass, counts):
 def test_a_forward_pass_gives_what_the_model_s_own_weights_give(monkeypatch):
     from transformers import AutoModelForCausalLM
 
-    monkeypatch.setattr("sglang_diffkv.calibrate.reading.QUERIES", 5)
+    monkeypatch.setattr("sglang_diffkv.attention.whole.QUERIES", 5)
     ids = tokenizer().encode("The cat sat on the mat, and the dog sat on the cat.")
     found = critical_tokens.measure(str(NANO), [ids, ids[:9]], 0.9)
     assert torch.tensor(found).shape == (2, 6, 2)

@@ -11,9 +11,11 @@ import pytest
 import torch
 
 from benchmarks.quality.random_windows import WINDOW, make_gemma2, make_gemma3, make_gpt_oss
-from sglang_diffkv.calibrate import means, reading
+from sglang_diffkv.attention import whole
+from sglang_diffkv.attention.whole import Sight, causal
+from sglang_diffkv.calibrate import means
 from sglang_diffkv.calibrate.layers import cli as layers
-from sglang_diffkv.calibrate.reading import Sight, causal, load
+from sglang_diffkv.calibrate.reading import load
 from sglang_diffkv.key_means import read_key_means
 
 TEXT = "The quick brown fox jumps over the lazy dog. 12 + 30 = 42; sorted: 1 2 3 5 8.\n" * 12
@@ -41,7 +43,7 @@ def test_attention_is_the_model_s(
     make: Callable[[Path], None], has: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     make(tmp_path)
-    monkeypatch.setattr(reading, "QUERIES", 32)
+    monkeypatch.setattr(whole, "QUERIES", 32)
     seen: list[Sight] = []
 
     def attend(module: Any, query: Any, key: Any, value: Any, mask: Any, scaling: float, **kwargs: Any) -> Any:

@@ -30,7 +30,7 @@ WORDS = {
     "docs/methods.md": 1950,
     "docs/limits.md": 1225,
     "docs/results.md": 2900,
-    "docs/quality.md": 1340,
+    "docs/quality.md": 1350,
     "docs/kernels.md": 1500,
     "docs/architecture.md": 2800,
     "benchmarks/README.md": 960,

@@ -51,10 +51,12 @@ def tracked() -> list[str]:
 
 @pytest.fixture(scope="module")
 def packaged(tracked: list[str]) -> set[str]:
-    """What a package has to hold: modules, shipped thresholds, the mark that types are there; kernels inside of it."""
-    shipped = (".py", ".json", ".cu", ".cuh", ".hpp", "/py.typed")
+    """What a package has to hold: modules, shipped thresholds and texts, the mark that types are there; kernels inside of
+    it."""
+    shipped = (".py", ".json", ".txt", ".cu", ".cuh", ".hpp", "/py.typed")
     expected = {name for name in tracked if name.startswith("sglang_diffkv/") and name.endswith(shipped)}
     assert any(name.endswith(".json") for name in expected) and "sglang_diffkv/py.typed" in expected
+    assert any(name.startswith("sglang_diffkv/texts/") for name in expected)
     kernels = {f"sglang_diffkv/{name}" for name in tracked if name.startswith("kernels/") and name.endswith(shipped)}
     assert len(kernels) > 30 and any(name.endswith(".cu") for name in kernels)
     return expected | kernels

@@ -34,9 +34,10 @@ def test_what_each_preset_is() -> None:
     assert list(found) == ["lossless", "safe", "balanced", "small"]
     assert found["lossless"].lossless
     assert found["safe"].tiers == ("K8V4",) and not found["safe"].build_policy().compresses
-    assert found["balanced"].whole() == DiffKVConfig().whole(), "the default, written out"
+    assert found["balanced"].whole() == {**DiffKVConfig().whole(), "key_means": "auto"}, "the default, with key means"
     small = found["small"]
     assert small.tiers == found["balanced"].tiers and not small.build_policy().scored_tiers(2), "a window alone"
+    assert small.key_means == "auto" and found["safe"].key_means is found["lossless"].key_means is None
     assert not any(x.build_policy().prunes for x in found.values())
 
 

@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from sglang_diffkv.calibrate.reading import Sight, causal, load, read
+from sglang_diffkv.attention.whole import Sight, causal
+from sglang_diffkv.calibrate.reading import load, read
 from sglang_diffkv.evaluate.endpoint import EvaluationError
 from sglang_diffkv.kernels.gather_scores.reference import smooth
 from sglang_diffkv.kernels.importance.reference import importance

@@ -15,7 +15,7 @@ from sglang_diffkv.srt.scheduling import admission
 from sglang_diffkv.srt.scheduling.allocator import SERVED, DiffKVAllocator, requests_of, requests_of_tree
 from sglang_diffkv.srt.scheduling.lifecycle import BatchRefused, RequestLifecycle
 from sglang_diffkv.srt.scheduling.refused_requests import refuse_in_decode, tell_refused, undo_prefill
-from sglang_diffkv.srt.startup import build, draft_model, kv_canary, launch
+from sglang_diffkv.srt.startup import build, draft_model, kv_canary, launch, own_means
 from sglang_diffkv.srt.versions import compat
 from sglang_diffkv.srt.versions import states as compat_states
 from sglang_diffkv.srt.versions.selection import BACKEND, is_selected
@@ -372,6 +372,7 @@ def get_internal_state(original: Any, self: Any, *args: Any, **kwargs: Any) -> A
             "prefix_cache": requests.tree.report(),
             "mixed_chunks": requests.mixed.report() if self.is_mixed_chunk else {},
             "states": requests.states.report(),
+            "key_means": own_means.report(),
             "retracted": requests.retracted.report(),
             "host_prefixes": requests.host.report(),
             "stored_prefixes": requests.host.report_of_store(),

@@ -16,6 +16,7 @@ from sglang.srt.model_executor.pool_configurator import MemoryPoolConfig, Memory
 from sglang_diffkv import __version__
 from sglang_diffkv.config import CHECK_ENV, load_config
 from sglang_diffkv.errors import UnsupportedError
+from sglang_diffkv.key_means import AUTO
 from sglang_diffkv.layout.geometry import Geometry
 from sglang_diffkv.mem_pool.footprint import MIB
 from sglang_diffkv.mem_pool.ledger import PageLedger
@@ -29,6 +30,7 @@ from sglang_diffkv.srt.models.scaling import attention_layers, layer_scalings, l
 from sglang_diffkv.srt.models.speculation import check_drafts, draft_room, drafts_of, longest_row
 from sglang_diffkv.srt.pool import DiffKVPool
 from sglang_diffkv.srt.scheduling.allocator import SERVED, DiffKVAllocator
+from sglang_diffkv.srt.startup import own_means
 from sglang_diffkv.srt.startup.disk_store import opened
 from sglang_diffkv.srt.startup.draft_model import bytes_of_slot
 from sglang_diffkv.srt.startup.host_memory import describe, host_tier
@@ -222,7 +224,9 @@ def create_backend(runner: Any) -> DiffKVAttnBackend:
     if has_states(runner.req_to_token_pool):
         found = {layer.layer_id for layer in attention_layers(runner.model)}
         check_paged_layers(type(runner.model).__name__, found, pool.layers)
-    backend = DiffKVAttnBackend(runner, layer_scalings(runner.model), sinks_of(runner.model))
+    scalings, sinks = layer_scalings(runner.model), sinks_of(runner.model)
+    means = own_means.find(runner, scalings, sinks) if load_config().key_means == AUTO else None
+    backend = DiffKVAttnBackend(runner, scalings, sinks, own_means=means)
     budget = _budget[0] if _budget is not None and _budget[1] == pool.size else None
     logger.info("%s", pool.footprint(exact=exact).describe(budget))
     return backend

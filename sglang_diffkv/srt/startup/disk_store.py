@@ -14,6 +14,7 @@ from sglang_diffkv.errors import ConfigError, UnsupportedError
 from sglang_diffkv.files import named, parse_json, read_text, shown
 from sglang_diffkv.mem_pool.host_pages import GIB
 from sglang_diffkv.mem_pool.object_folder import ObjectFolder, prepare
+from sglang_diffkv.srt.startup import own_means
 from sglang_diffkv.srt.startup.model_identity import configuration_digest, model_digest
 from sglang_diffkv.srt.tree.disk_tier import Prefetch
 from sglang_diffkv.srt.versions import compat
@@ -160,4 +161,4 @@ def opened(args: Any, model: Any, config: DiffKVConfig) -> Store | None:
         "DiffKV: prefixes in host memory are written to %s, in at most %.2f GiB, and found there (%s).",
         folder.path, folder.most / GIB, asked.prefetch.policy,
     )  # fmt: skip
-    return Store(folder, model_digest(args, model), configuration_digest(config), asked.prefetch)
+    return Store(folder, model_digest(args, model), configuration_digest(config, own_means.digest()), asked.prefetch)

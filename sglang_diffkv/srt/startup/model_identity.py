@@ -16,6 +16,7 @@ import xxhash
 
 from sglang_diffkv import __version__
 from sglang_diffkv.config import DiffKVConfig
+from sglang_diffkv.key_means import AUTO
 from sglang_diffkv.mem_pool.segment_object import canonical
 from sglang_diffkv.srt.versions import compat
 
@@ -44,26 +45,36 @@ PATHS = ("_name_or_path", "_commit_hash", "transformers_version")
 BLOB = re.compile("[0-9a-f]{64}")
 
 
-def configuration_digest(config: DiffKVConfig) -> str:
-    """Of the plugin's configuration, the files that it names, and both programs."""
+def configuration_digest(config: DiffKVConfig, own_means: str = "") -> str:
+    """Of the plugin's configuration, the files that it names, and both programs. ``own_means``: a name of the key means
+    that the server found itself."""
     import sglang
 
-    paths = (config.key_means, config.key_rotation, config.value_rotation)
+    means = None if config.key_means == AUTO else config.key_means
+    paths = (means, config.key_rotation, config.value_rotation)
     files = [hashlib.blake2b(Path(path).read_bytes() if path is not None else b"").hexdigest() for path in paths]
-    return _digest([__version__, sglang.__version__, config.whole(), *files])
+    return _digest([__version__, sglang.__version__, config.whole(), own_means, *files])
 
 
 def model_digest(server_args: Any, model: Any) -> str:
     """Of a model, SGLang's ModelConfig. Where nothing says which weights a server has, it is a name of this process
     alone, and the log says so."""
+    obstacle, found = known_digest(server_args, model)
+    if found is None:
+        logger.warning("DiffKV: %s, so what this server stores is found by itself only, until it ends.", obstacle)
+        return secrets.token_hex(16)
+    return found
+
+
+def known_digest(server_args: Any, model: Any) -> tuple[str, str | None]:
+    """As ``model_digest``; None, and why, where nothing says which weights a server has."""
     view = compat.resolved(server_args)
     obstacle, weights = _weights(view, model)
     if weights is None:
-        logger.warning("DiffKV: %s, so what this server stores is found by itself only, until it ends.", obstacle)
-        return secrets.token_hex(16)
+        return obstacle, None
     described = {name: value for name, value in model.hf_config.to_dict().items() if name not in PATHS}
     changing = {name: getattr(view, name, None) for name in CHANGING}
-    return _digest([_plain(described), _plain(changing), weights])
+    return "", _digest([_plain(described), _plain(changing), weights])
 
 
 def _weights(view: Any, model: Any) -> tuple[str, list[Any] | None]:
