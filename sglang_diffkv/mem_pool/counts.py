@@ -313,6 +313,12 @@ class PageCounts:
             self.refresh()
             self._settled = self.tick
 
+    @property
+    def overtakes(self) -> bool:
+        """Whether the host is ahead of the device: a step runs whose results nobody waits for, since its requests have
+        ended. Then what no row holds is a bound for a moment longer, and the next prompt need not wait."""
+        return bool(self._unreported) and self.ranks.ranks.alone and self.device.works()
+
     def report(self) -> None:
         """The results of the oldest planned step are about to be processed: know its faults. Waits for that step only,
         if the next one is planned."""
@@ -323,12 +329,12 @@ class PageCounts:
             self.refresh()
 
     def meet(self) -> None:
-        """Take over what the device has counted, and settle if nothing runs.
+        """Take over what the device has counted, and settle if nothing runs, but for what the host ``overtakes``.
 
         One rank alone does so whenever it reads a bound. Several exchange their counts, so reading a bound must not,
         and all of them call this before a step is scheduled.
         """
-        if not self.rows:
+        if not self.rows and not self.overtakes:
             self.settle()
         self.refresh()
 

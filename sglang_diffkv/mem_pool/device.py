@@ -52,6 +52,10 @@ class PageDevice:
         """[n] int64 on the device, without waiting for it."""
         return to_device(numbers, self.state.device)
 
+    def works(self) -> bool:
+        """Whether forward passes with a stream of their own still run."""
+        return self.stream is not None and not self.stream.query()
+
     @contextmanager
     def launching(self) -> Iterator[None]:
         """Kernels launched inside run in order with the forward passes and see the host's table blocks.

@@ -92,7 +92,7 @@ class PathJoiner(PathRule):
         where a long leaf is cut for it.
         """
         counts = self.manager.counts
-        if not self.ended or counts.upcoming is not None:
+        if not self.ended or counts.upcoming is not None or (not self.manager.rows and counts.overtakes):
             return
         if not self.manager.rows:
             counts.settle()
