@@ -145,7 +145,9 @@ class Soak:
         await self._flush()
         sample = await self.watch.look(in_flight=self.client.in_flight, idle=True)
         stats = await self.watch.stats() or {}
-        about = {"aborted_all": aborted_all, "settled_s": round(settled, 1), "pages_used": stats.get("pages_used")}
+        about: dict[str, Any] = {
+            "aborted_all": aborted_all, "settled_s": round(settled, 1), "pages_used": stats.get("pages_used")
+        }  # fmt: skip
         if stored := stats.get("stored_prefixes"):
             about["store"] = {name: stored[name] for name in ("hits", "tokens_read", "written", "late", "errors")}
             about["store"]["refused"] = sum(n for name, n in stored.items() if name.startswith("refused_"))
