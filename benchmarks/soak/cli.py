@@ -113,7 +113,7 @@ def make_server(args: argparse.Namespace) -> Server | RunningServer:
         flags += ["--max-queued-requests", str(args.max_queued)]
     if args.store is not None:
         extra = {"file_storage_path": str(args.store), "max_size": "2G", "prefetch_threshold": 32}
-        flags += ["--enable-hierarchical-cache", "--hicache-ratio", "1", "--hicache-storage-backend", "file"]
+        flags += ["--enable-hierarchical-cache", "--hicache-ratio", "0.2", "--hicache-storage-backend", "file"]
         flags += ["--hicache-storage-prefetch-policy", "timeout"]
         flags += ["--hicache-storage-backend-extra-config", json.dumps(extra)]
     flags += args.extra_server_args
@@ -175,6 +175,7 @@ def describe(
             "retracted": figures.retracted,
         },
         "rounds": soak.rounds,
+        "store": soak.store,
         "spoiled": spoiled,
         "failures": soak.failures,
         "questions": [x.row() for x in soak.questions],

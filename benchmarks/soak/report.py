@@ -184,10 +184,8 @@ def problems(result: dict[str, Any], max_growth: float) -> list[str]:
         if rate > max_growth:
             found.append(f"the {role} process grew by {rate:.1f} MiB a minute")
     if result.get("spoiled") is not None:
-        last = result["rounds"][-1]["store"] if result["rounds"] else {"hits": 0, "refused": 0}
-        if not (last["hits"] and last["refused"]):
-            found.append(
-                f"the store was not tried: {last['hits']} requests had hits, {last['refused']} objects were bad"
-            )
+        store = {"hits": 0, "refused": 0, **result["store"]}
+        if not (store["hits"] and store["refused"]):
+            found.append(f"the store was not tried: {store['hits']} hits, {store['refused']} bad objects")
     found += [f"log: {line}" for line in result["log"]["wrong"]]
     return found

@@ -41,7 +41,8 @@ class Plan:
 
 @dataclass
 class Soak:
-    """A soak and all that it has found so far. ``failures`` are reasons to fail that no count shows."""
+    """A soak and all that it has found so far. ``failures`` are reasons to fail that no count shows. ``store`` is what
+    the server's store did, if it has one."""
 
     server: Server | RunningServer
     plan: Plan
@@ -52,6 +53,7 @@ class Soak:
     failures: list[str] = field(default_factory=list)
     rounds: list[dict[str, Any]] = field(default_factory=list)
     samples: list[dict[str, Any]] = field(default_factory=list)
+    store: dict[str, float] = field(default_factory=dict)
 
     async def run(self) -> None:
         """Run it to its end, or until the server dies."""
@@ -69,6 +71,7 @@ class Soak:
                     await self._round(number)
                 for index, question in enumerate(self.questions):
                     question.after = await self._ask(index, flush=True)
+                self.store = store_of(await self.watch.stats() or {})
             except (aiohttp.ClientError, OSError, asyncio.TimeoutError, SoakError) as error:
                 state = "running elsewhere" if self.server.pid is None else "alive" if self.server.alive() else "dead"
                 self.failures.append(f"stopped: {type(error).__name__}: {error}; the server is {state}")
@@ -146,9 +149,6 @@ class Soak:
         sample = await self.watch.look(in_flight=self.client.in_flight, idle=True)
         stats = await self.watch.stats() or {}
         about = {"aborted_all": aborted_all, "settled_s": round(settled, 1), "pages_used": stats.get("pages_used")}
-        if stored := stats.get("stored_prefixes"):
-            about["store"] = {name: stored[name] for name in ("hits", "tokens_read", "written", "late", "errors")}
-            about["store"]["refused"] = sum(n for name, n in stored.items() if name.startswith("refused_"))
         self.rounds.append({**about, **sample})
         left = {name: stats[name] for name in ("pages_used", "segments", "tokens") if stats.get(name)}
         if left:
@@ -159,6 +159,15 @@ class Soak:
     async def _flush(self) -> None:
         """Empty the prefix cache; a request has left the scheduler only some steps after its reply."""
         await asyncio.to_thread(self.server.flush_cache)
+
+
+def store_of(stats: dict[str, Any]) -> dict[str, float]:
+    """What a server's store did, by DiffKV's figures; empty if it has none."""
+    stored = stats.get("stored_prefixes")
+    if not stored:
+        return {}
+    refused = sum(count for name, count in stored.items() if name.startswith("refused_"))
+    return {**{name: stored[name] for name in ("hits", "tokens_read", "written", "late", "errors")}, "refused": refused}
 
 
 class SoakError(RuntimeError):

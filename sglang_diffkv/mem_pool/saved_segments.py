@@ -198,11 +198,12 @@ class SavedSegments:
             return finished
         mine = np.array([[not copying.done(), copying.lost] for _, copying in every], dtype=np.int64)
         known = self.ranks.largest(mine.ravel()).reshape(mine.shape).astype(bool)
-        for (saved, copying), (late, saved.lost) in zip(every, known.tolist(), strict=True):
+        for (saved, copying), (late, lost) in zip(every, known.tolist(), strict=True):
             if late:
                 break  # the others are behind it
             del self._copying[saved]
-            if saved.lost:
+            saved.lost = lost
+            if lost:
                 continue
             listed = copying.listed.numpy()
             saved.tier, saved.head, saved.lo, saved.upper, saved.least, saved.last = listed.copy()

@@ -84,7 +84,7 @@ def test_a_model_with_states_is_refused() -> None:
 @pytest.mark.parametrize(
     ("changes", "config", "named"),
     [
-        ({"speculative_algorithm": "NGRAM", "speculative_num_draft_tokens": 4}, "{}", "with drafts"),
+        ({"speculative_algorithm": "EAGLE", "speculative_num_draft_tokens": 4}, "{}", "with a draft model"),
         ({"disable_radix_cache": True}, "{}", "--disable-radix-cache"),
         ({"kv_canary": "log"}, "{}", "--kv-canary"),
         ({}, '{"tiers": ["K8V4"], "policy": {"name": "zipage", "max_blocks": 8}}', "pages of their own"),
@@ -101,7 +101,8 @@ def test_a_model_with_states_is_refused() -> None:
 def test_what_does_not_work_with_it_is_named(
     changes: dict[str, Any], config: str, named: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert host_memory.problems(asked(), load_config('{"host_gib": 0}')) == []
+    served = asked(speculative_algorithm="NGRAM", speculative_num_draft_tokens=4, tp_size=2)
+    assert host_memory.problems(served, load_config('{"host_gib": 0}')) == []
     for name in [name for name in changes if name.isupper()]:
         monkeypatch.setenv(name, changes.pop(name))
     (found,) = host_memory.problems(asked(**changes), load_config(config))

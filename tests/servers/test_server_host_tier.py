@@ -14,6 +14,7 @@ from benchmarks.paths import NANO
 from sglang_diffkv.evaluate import client
 from sglang_diffkv.evaluate.prompts import chat_ids, load_tokenizer
 from sglang_diffkv.evaluate.server import Server, stock_backend
+from sglang_diffkv.srt.models.speculation import CHAIN
 from sglang_diffkv.srt.tree.host_tier import SELECTIVE, WRITE_BACK, WRITE_THROUGH
 from tests.servers.identity import check_tokens
 from tests.servers.shared import STRICT, check_idle, stats_of, tokens
@@ -23,6 +24,7 @@ pytestmark = pytest.mark.server
 NEW_TOKENS, CAPACITY = 16, 700
 LOSSLESS = {"tiers": ["BF16"], "share_min_tokens": 32}
 COMPRESSED = {"policy": {"name": "diffkv", "window": 16}, "share_min_tokens": 32}
+NGRAMS = ("--speculative-algorithm", "NGRAM", "--speculative-num-draft-tokens", "5", *CHAIN.split())
 EXACT = {**COMPRESSED, "prefix_fidelity": "exact"}
 
 
@@ -59,11 +61,14 @@ def crowd_out(server: Server) -> None:
         ask(server, tokens(240, 100 + seed), 2)
 
 
-def test_lossless_gives_stock_tokens(prompts: list[list[int]], server_of: Callable[..., Server]) -> None:
+@pytest.mark.parametrize("more", [(), pytest.param(NGRAMS, marks=pytest.mark.full)], ids=["", "n-grams"])
+def test_lossless_gives_stock_tokens(
+    more: tuple[str, ...], prompts: list[list[int]], server_of: Callable[..., Server]
+) -> None:
     stock = client.run(
         server_of(stock_backend(), env={"SGLANG_PLUGINS": "none"}).url, prompts, NEW_TOKENS, top_logprobs=2
     )
-    server = server_of("diffkv", tier(WRITE_THROUGH), config=LOSSLESS, env=STRICT)
+    server = server_of("diffkv", tier(WRITE_THROUGH, *more), config=LOSSLESS, env=STRICT)
     for round_ in range(2):
         before = counts(server)["tokens_restored"]
         found = client.run(server.url, prompts, NEW_TOKENS, concurrency=3 if round_ else 1)

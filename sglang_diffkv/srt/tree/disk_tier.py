@@ -212,12 +212,11 @@ class DiskTier(NoDisk):
             return
         looking = [(x, x.lookup) for x in self._fetches if x.lookup is not None]
         loading, now = list(self._loadings.items()), time.monotonic()
-        asked = [not lookup.done for _, lookup in looking]
-        unread = [not x.load.done for _, x in loading]
+        done = [lookup.done for _, lookup in looking]
         asked, lengths, unread, bad, late = self.ranks.largest_of(
-            asked,
-            [-len(lookup.found) * (not waits) for (_, lookup), waits in zip(looking, asked, strict=True)],
-            unread,
+            [not there for there in done],
+            [-len(lookup.found) * there for (_, lookup), there in zip(looking, done, strict=True)],
+            [not x.load.done for _, x in loading],
             [not x.load.good for _, x in loading],
             [now >= x.until for x in self._fetches],
         )
