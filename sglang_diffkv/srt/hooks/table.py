@@ -236,6 +236,9 @@ def init_next_round_input(original: Any, self: Any, tree_cache: Any = None, *arg
     requests = requests_of_tree(tree_cache)
     if requests is None:
         return original(self, tree_cache, *args, **kwargs)
+    self.host_hit_length = (
+        0  # what would come back was counted to put the queue in order; now it comes back, or does not
+    )
     with requests.retracted.admitting(self), requests.host.admitting(self):
         return original(self, tree_cache, *args, **kwargs)
 

@@ -210,11 +210,13 @@ class HostTier(HostPrefixes):
             self._admitting = None
 
     def match(self, params: Any) -> Any:
-        """The match with what came back from the host; None if nothing did."""
+        """The match with what came back from the host; None if nothing did. Of a request that waits, the match with how
+        much would come back."""
         req, self._admitting = self._admitting, None
-        if req is not None:
-            req.diffkv_waits_for_store = False
-        if req is None or self.old_weights.left or _without_host(req) or not (self.saved.held or self.stores):
+        if req is None:
+            return self._seen_waiting(params)
+        req.diffkv_waits_for_store = False
+        if self.old_weights.left or _without_host(req) or not (self.saved.held or self.stores):
             return None
         self._arrived()
         space, tokens = space_of(params.key), tokens_of(params.key)
@@ -236,6 +238,22 @@ class HostTier(HostPrefixes):
         self.counts["tokens_restored"] += restored
         req.diffkv_from_host = restored
         return self.tree.match(params)
+
+    def _seen_waiting(self, params: Any) -> Any:
+        """SGLang puts its queue in order, by what requests would find: on the host too, as its hierarchical cache
+        counts. Nothing comes back for that. None if the host has nothing for the request."""
+        req = params.req
+        if req is None or self.old_weights.left or _without_host(req) or not self.saved.held:
+            return None
+        found = self.tree.match(params)
+        node, space, tokens = found.last_device_node, space_of(params.key), tokens_of(params.key)
+        at = self.tree.depth(node)
+        parts = self._served(node, self._parts(space, tokens, at))
+        behind = parts[-1][2] - at if parts else 0
+        return found._replace(host_hit_length=behind) if behind >= self.least else found
+
+    def used(self, key: Any) -> None:
+        self.index.touch(space_of(key), tokens_of(key), time.monotonic())
 
     def _held_up(self, req: Any, space: Hashable, tokens: np.ndarray, node: Any, parts: list[Part]) -> bool:
         """Whether a request waits for what the disk has behind ``parts``."""

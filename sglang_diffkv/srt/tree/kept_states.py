@@ -78,6 +78,10 @@ class KeptStates(NodeStates):
     def may_end(self, node: Any) -> bool:
         return node in self.of_nodes
 
+    def used(self, node: Any) -> None:
+        if (node := self.last(node)) in self.of_nodes:
+            self.of_nodes.move_to_end(node)
+
     def matched(self, req: Any, node: Any, end: int, found: int, most: int) -> None:
         """A request goes on from ``node``, where ``end`` tokens end. The tree has ``found`` tokens of its prompt.
 

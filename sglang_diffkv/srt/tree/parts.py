@@ -42,6 +42,9 @@ class NodeStates(RequestListener):
         """Whether a match may end with the node."""
         return True
 
+    def used(self, node: Any) -> None:
+        """A request waits that will go on from ``node``, or from a node before it."""
+
     def drop(self, node: Any) -> None:
         """The node leaves the tree."""
 
@@ -136,6 +139,9 @@ class HostPrefixes(FromHost):
 
     def leaving(self, nodes: list[Any]) -> None:
         """Nodes of one segment are about to be evicted, the first of them a leaf."""
+
+    def used(self, key: Any) -> None:
+        """A request waits for what is kept of SGLang's RadixKey ``key``."""
 
     def waits_for(self, req: Any) -> bool:
         """Whether a request that was just matched waits for what a store has of it."""

@@ -17,6 +17,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams
 
 from sglang_diffkv.config import CHECK_ENV
 from sglang_diffkv.layout.geometry import Path, Segment
@@ -40,15 +41,17 @@ class DiffKVPrefixCache(EvictingTree):
 
     Attributes:
         inserted: length of the longest key that the running insertion has put in, and the node where it ends.
+        publishing: the request whose tokens join the tree now.
     """
 
     inserting_row: int | None
+    publishing: Any
     _restored: Segment | None
     inserted: tuple[int, Any]
 
     def __init__(self, params: Any, ledger: PageLedger, share_min_tokens: int):
         self.ledger, self.manager = ledger, ledger.manager
-        self.inserting_row = self._restored = None
+        self.inserting_row = self._restored = self.publishing = None
         self.connect(Parts())
         self.told = NodeListener()
         self.locked_nodes: dict[Segment, int] = {}
@@ -99,6 +102,14 @@ class DiffKVPrefixCache(EvictingTree):
             return False
         if not self.make_room_to_share(row) or not self._joins(row, running):  # room may be made by evicting the prompt
             return False
+        self.publishing = req
+        try:
+            self._publish(req, row, insertion, running=running)
+        finally:
+            self.publishing = None
+        return True
+
+    def _publish(self, req: Any, row: int, insertion: Callable[[], None], *, running: bool) -> None:
         self.inserting_row, self.inserted = row, (0, self.root_node)
         try:
             insertion()
@@ -107,7 +118,6 @@ class DiffKVPrefixCache(EvictingTree):
         length, leaf = self.inserted
         for part in self.listeners:
             part.published(req, row, leaf, length, ended=not running)
-        return True
 
     def _joins(self, row: int, running: bool) -> bool:
         return running or self.exact.joins(row)
@@ -213,6 +223,22 @@ class DiffKVPrefixCache(EvictingTree):
                 return found
         return self.match(params)
 
+    def touch_prefix(self, key: Any) -> None:
+        """Somebody waits for what the tree has of ``key``: it counts as used, with its state, and on the host too.
+        SGLang 0.5.22 and later call it for the head of the queue."""
+        if self.disable or not len(key):
+            return
+        self.states.used(self.find(MatchPrefixParams(key=key)).last_device_node)
+        self.host.used(key)
+
+    def resolve_node_handle(self, node: Any) -> Any:
+        """The last node above ``node``, or itself, that the tree still has. SGLang asks where the prefixes of requests
+        are that it has just matched, and leaves out of its queue whose node it does not find. The match of a later
+        request may have evicted that."""
+        while node.parent is not None and node.segment is None:
+            node = node.parent
+        return self.root_node if node.parent is None else node
+
     def find(self, params: Any) -> Any:
         """What the tree has of a key, whether or not a row may read it."""
         return super().match_prefix(params)
@@ -236,9 +262,9 @@ class DiffKVPrefixCache(EvictingTree):
         attention_spans = self.manager.geometry.attention_spans
         return not any(attention_spans) or served_end(self.path(node), attention_spans) == self.depth(node)
 
-    def event_recorder(self) -> tuple[Callable[[Any], None], Callable[[Any], None]] | None:
-        """How SGLang records that a node has come, and that one has gone, if its KV events are on. The tree itself says
-        which nodes come from now on."""
+    def event_recorder(self) -> tuple[Callable[..., None], Callable[..., None]] | None:
+        """How SGLang records that a node has come, and that one has gone, if its KV events are on: functions of the
+        node and, unless it is the GPU, the medium. The tree itself says which nodes come from now on."""
         raise NotImplementedError
 
     def _served(self, node: Any) -> int:
