@@ -1,4 +1,4 @@
-"""SGLang puts its queue in order by what requests would find in the prefix cache, and keeps that for those at its head."""
+"""SGLang orders its queue by what requests would find in the prefix cache, and touches what its head will find."""
 
 from __future__ import annotations
 

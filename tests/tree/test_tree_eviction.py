@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 
@@ -124,3 +126,27 @@ def test_every_eviction_policy_chooses_by_its_rule(eviction: str, first: str, ex
         after = left()
         assert [name for name in "abc" if after[name] < before[name]] == [first]
         world.check()
+
+
+def test_sglang_counts_the_tokens_of_every_eviction() -> None:
+    """Whatever room was made for: high-tier tokens, pages, KV slots or segment rows."""
+    world = World(2000, exact=False)
+    for _ in range(8):
+        world.leave(world.prompt(world.tokens(100)), insert=False)
+    world.manager.counts.settle()
+    counted, durations = [], []
+    world.tree.metrics_collector = SimpleNamespace(
+        increment_eviction_num_tokens=counted.append, observe_eviction_duration=durations.append
+    )
+    tree, kept = world.tree, world.tree.evictable_tokens()
+    for make, room in (
+        (tree.make_tokens, lambda: 20),
+        (tree.make_pages, lambda: tree.ledger.uncommitted_pages() + 10),
+        (tree.make_kv_slots, lambda: tree.ledger.uncommitted_kv_slots() + 100),
+        (tree.make_segment_rows, lambda: world.manager.segments.rows_free + 1),
+    ):
+        before = sum(counted)
+        assert make(room()) and sum(counted) > before, make.__name__
+        assert sum(counted) == kept - tree.evictable_tokens()
+    assert make(1) and len(counted) == len(durations) and all(x > 0 for x in counted), "nothing was evicted"
+    world.check()

@@ -10,7 +10,8 @@ from __future__ import annotations
 import heapq
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams, EvictResult, MatchPrefixParams
@@ -59,6 +60,16 @@ class EvictingTree(Admitting, RadixCache):
     def full_protected_size(self) -> int:
         return self.ledger.protected()
 
+    tokens_evicted = 0
+    """Tokens that were evicted so far."""
+
+    @contextmanager
+    def _counted(self) -> Iterator[None]:
+        """SGLang's metrics count the tokens that are evicted inside, and the time."""
+        start, before = time.perf_counter(), self.tokens_evicted
+        yield
+        self.update_eviction_metrics(self.tokens_evicted - before, start)
+
     def evict(self, params: EvictParams) -> EvictResult:
         """Evict leaves until ``params.num_tokens`` more high-tier tokens fit than now.
 
@@ -67,14 +78,12 @@ class EvictingTree(Admitting, RadixCache):
         """
         if self.disable:
             return EvictResult()
-        start, before = time.perf_counter(), self.ledger.available()
+        before = self.ledger.available()
         goal = before + params.num_tokens
         self._evict_while(lambda: self.ledger.pages_of_tokens(goal - self.ledger.available()))
         if self.ledger.available() < goal:
             self.manager.counts.settle()
-        gained = self.ledger.available() - before
-        self.update_eviction_metrics(gained, start)
-        return EvictResult(num_tokens_evicted=gained)
+        return EvictResult(num_tokens_evicted=self.ledger.available() - before)
 
     def make_tokens(self, tokens: int) -> bool:
         return self.evict(EvictParams(num_tokens=tokens)).num_tokens_evicted >= tokens
@@ -123,9 +132,10 @@ class EvictingTree(Admitting, RadixCache):
         return self._evict_leaves_until(lambda: self.manager.prompts.can_publish(row))
 
     def _evict_leaves_until(self, enough: Callable[[], bool]) -> bool:
-        while not enough():
-            if not self._evict_leaf():
-                return False
+        with self._counted():
+            while not enough():
+                if not self._evict_leaf():
+                    return False
         return True
 
     def _evict_while(self, missing: Callable[[], float], tokens: Callable[[], int] | None = None) -> None:
@@ -133,18 +143,19 @@ class EvictingTree(Admitting, RadixCache):
         many as have ``tokens()``, or a table block's worth."""
         block = TABLE_BLOCK * self.manager.fmt.high.tokens
         heap: list[tuple[Any, Any]] | None = None
-        while (pages := missing()) > 0:
-            heap = self._order() if heap is None else heap
-            if not heap:
-                return
-            _, leaf = heapq.heappop(heap)
-            nodes = self._together(leaf, heap)
-            whole = math.isinf(pages)
-            parent = self.evict_nodes(
-                self._end(nodes, tokens() if tokens else block) if whole else self._cut(nodes, pages)
-            )
-            if not parent.children and parent.lock_ref == 0:
-                heapq.heappush(heap, (self._priority(parent), parent))
+        with self._counted():
+            while (pages := missing()) > 0:
+                heap = self._order() if heap is None else heap
+                if not heap:
+                    return
+                _, leaf = heapq.heappop(heap)
+                nodes = self._together(leaf, heap)
+                whole = math.isinf(pages)
+                parent = self.evict_nodes(
+                    self._end(nodes, tokens() if tokens else block) if whole else self._cut(nodes, pages)
+                )
+                if not parent.children and parent.lock_ref == 0:
+                    heapq.heappush(heap, (self._priority(parent), parent))
 
     def _order(self) -> list[tuple[Any, Any]]:
         """A heap of the leaves that may go, by priority."""
@@ -252,6 +263,7 @@ class EvictingTree(Admitting, RadixCache):
         if wait:
             self.host.leaving(nodes)
         above, segment, tokens = nodes[-1].parent, nodes[0].segment, sum(len(node.key) for node in nodes)
+        self.tokens_evicted += tokens
         for node in nodes:
             self.token_to_kv_pool_allocator.free(node.value)
             self._delete_leaf(node)
