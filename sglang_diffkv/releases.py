@@ -98,6 +98,7 @@ TARGETS: Targets = {
     # What a server builds
     "configure_kv_cache_dtype": SRT + "model_executor.model_runner.ModelRunner.configure_kv_cache_dtype",
     "default_radix_cache_factory": SRT + "mem_cache.registry.default_radix_cache_factory",
+    "create_tree_cache": SRT + "mem_cache.registry.create_tree_cache",
     "enable_fused_set_kv_buffer": SRT + "models.utils.enable_fused_set_kv_buffer",
     "create_memory_pool_configurator": SRT + "model_executor.pool_configurator.create_memory_pool_configurator",
     "build_kv_pool": (CONFIGURATOR + "_build_mha_kv_pool", CONFIGURATOR + "_build_hybrid_linear_kv_pool"),

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+from sglang.srt.mem_cache import evict_policy
 
 from sglang_diffkv.evaluate.server import Server
 from sglang_diffkv.srt.tree.host_tier import WRITE_THROUGH
@@ -61,8 +62,10 @@ def test_what_host_memory_has_goes_first_and_is_told_of(events: Events, server_o
 
 
 def test_by_weight_all_are_answered(server_of: Callable[..., Server]) -> None:
-    """More requests than fit at once, in a pool that evicts while they wait."""
-    args = ("--max-total-tokens", "900", "--schedule-policy", "dfs-weight", "--max-running-requests", "3")
+    """More requests than fit at once, in a pool that evicts while they wait; by T-LRU, where SGLang has it."""
+    args = ["--max-total-tokens", "900", "--schedule-policy", "dfs-weight", "--max-running-requests", "3"]
+    if hasattr(evict_policy, "TLRUStrategy"):
+        args += ["--radix-eviction-policy", "tlru", "--radix-eviction-policy-config", '{"threshold": 150}']
     server = server_of("diffkv", args, config=CONFIG, env=STRICT)
     shared = [tokens(120, 10 + at) for at in range(3)]
     prompts = [[*shared[at % 3], *tokens(60, 20 + at)] for at in range(15)]

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from sglang.srt.managers.schedule_policy import CacheAwarePolicy, SchedulePolicy
+from sglang.srt.mem_cache import evict_policy
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 from sglang.srt.mem_cache.radix_cache import RadixKey
 
@@ -141,8 +142,9 @@ def test_what_a_waiting_request_will_find_stays() -> None:
     assert len(world.leaf(first).key) == 120 - world.manager.prompts.tail > len(world.leaf(second).key)
 
 
-def test_so_does_what_the_host_has_of_it() -> None:
-    world = World(600, exact=False, host_pages=400, write_policy=WRITE_BACK)
+@pytest.mark.parametrize("eviction", ["lru", "tlru"][: 1 + hasattr(evict_policy, "TLRUStrategy")])
+def test_so_does_what_the_host_has_of_it(eviction: str) -> None:
+    world = World(600, exact=False, host_pages=400, write_policy=WRITE_BACK, eviction=eviction)
     first, second = (served(world, world.tokens(120)) for _ in range(2))
     world.tree.make_pages(world.manager.geometry.num_pages, partly=True)
     touch(world, first)

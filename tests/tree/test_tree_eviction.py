@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
+from sglang.srt.mem_cache import evict_policy
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 
 from tests.tree.stand_in import offer
@@ -126,6 +128,37 @@ def test_every_eviction_policy_chooses_by_its_rule(eviction: str, first: str, ex
         after = left()
         assert [name for name in "abc" if after[name] < before[name]] == [first]
         world.check()
+
+
+@pytest.mark.skipif(not hasattr(evict_policy, "TLRUStrategy"), reason="SGLang before 0.5.21 has no T-LRU")
+def test_what_a_long_chat_can_do_without_goes_before_what_is_older() -> None:
+    """With T-LRU, 120 tokens may be computed again: the last turn of a chat of 200 is as good as gone, and so is a
+    short prompt. A long prompt is not, though nobody has read it for longest. Once it is cut, a chat is no shorter."""
+    world = World(2000, eviction="tlru", eviction_config={"threshold": 120, "next_prompt_estimate": 0})
+    old, chat, short = world.tokens(200), world.tokens(100), world.tokens(60)
+    for tokens in (old, chat, [*chat, *world.tokens(100)], short):
+        world.leave(world.prompt(tokens))
+    world.manager.counts.settle()
+    tree = world.tree
+
+    def left() -> dict[str, int]:
+        names = {old[0]: "old", chat[0]: "chat", short[0]: "short"}
+        tops = tree.root_node.children.values()
+        return dict.fromkeys(names.values(), 0) | {names[x.key.token_ids[0]]: _tokens_from(x) for x in tops}
+
+    order, before = ["none"], left()
+    assert before == {"old": 200, "chat": 200, "short": 60}
+    while order[-1] != "old":
+        before = left()
+        tree.evict(EvictParams(num_tokens=8))
+        world.check()
+        order += [name for name, count in left().items() if count < before[name]]
+    assert set(order[1:-1]) == {"chat", "short"} and order.index("chat") < order.index("short"), order
+    assert before == {"old": 200, "chat": 100, "short": 0}, "a chat that was cut was cut below its budget"
+
+
+def _tokens_from(node: Any) -> int:
+    return len(node.key) + sum(map(_tokens_from, node.children.values()))
 
 
 def test_sglang_counts_the_tokens_of_every_eviction() -> None:

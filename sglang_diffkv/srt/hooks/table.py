@@ -125,6 +125,14 @@ def default_radix_cache_factory(original: Any, ctx: Any) -> Any:
     return build.create_prefix_cache(ctx) if ours and not off else original(ctx)
 
 
+def create_tree_cache(original: Any, ctx: Any) -> Any:
+    """SGLang takes only a tree of its own for ``tlru``, since others would not know how long a branch was. This one
+    does."""
+    if ctx.params.eviction_policy != "tlru":
+        return original(ctx)
+    return default_radix_cache_factory(original, ctx)
+
+
 def enable_fused_set_kv_buffer(original: Any, forward_batch: Any) -> bool:
     """Some models let the rotary embedding's kernel write K and V into SGLang's buffers, which the pool does not
     have: their K and V go to the attention backend as those of all others do."""
@@ -417,6 +425,7 @@ _HERE = (
     support_triton,
     configure_kv_cache_dtype,
     default_radix_cache_factory,
+    create_tree_cache,
     enable_fused_set_kv_buffer,
     create_memory_pool_configurator,
     build_kv_pool,

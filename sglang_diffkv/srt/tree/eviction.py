@@ -226,9 +226,27 @@ class EvictingTree(Admitting, RadixCache):
         self.evict_nodes(self._together(leaf, heap))
         return True
 
+    @property
+    def keeps_history(self) -> bool:
+        """Whether SGLang's eviction policy asks how long a branch was (``tlru``)."""
+        return hasattr(self.eviction_strategy, "next_prompt_estimate")
+
+    def raise_history(self, leaf: Any) -> None:
+        """A leaf was inserted: its branch, and those above, were as long at least."""
+        nodes, length = [leaf], len(leaf.key)
+        while nodes[-1].parent is not self.root_node:
+            nodes.append(nodes[-1].parent)
+            length += len(nodes[-1].key)
+        for node in nodes:
+            node._tlru_history_len = max(getattr(node, "_tlru_history_len", 0), length)
+
     def _priority(self, leaf: Any) -> Any:
         """What SGLang's eviction policy says; where states are kept, leaves without one, of which no request can go on,
         come first."""
+        if self.keeps_history:
+            leaf._tlru_cached_prefix_len, above = 0, leaf
+            while above is not self.root_node:
+                leaf._tlru_cached_prefix_len, above = leaf._tlru_cached_prefix_len + len(above.key), above.parent
         return leaf in self.states.of_nodes, self.eviction_strategy.get_priority(leaf)
 
     def evict_path(self, key: Any, start: int = 0) -> None:

@@ -196,6 +196,8 @@ class HostTier(HostPrefixes):
                     heapq.heappush(heap, (self._priority(above), id(above), above))
 
     def _priority(self, node: HostNode) -> Any:
+        if self.tree.keeps_history:
+            return node.last_access_time  # a branch's history is the tree's
         return self.tree.eviction_strategy.get_priority(node)
 
     # Back to the tree

@@ -157,7 +157,8 @@ class ToldHost(IndexListener):
         """SGLang's RadixKey of the node's tokens alone."""
         key = copy.copy(self.tree.root_node.key)
         key.token_ids = array("q", node.tokens.tolist())
-        key.extra_key, salt = node.space  # type: ignore[misc]
+        space: Any = node.space  # see ``space_of`` of the host tier
+        key.extra_key, salt = space
         if salt is not None:
             key.cache_salt = salt
         return key

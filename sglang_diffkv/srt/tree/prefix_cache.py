@@ -157,6 +157,8 @@ class DiffKVPrefixCache(EvictingTree):
             segment = self._segment(matched, length)
             leaf.segment, leaf.left_by_readers = segment, []
             self.add_segment(segment)
+            if self.keeps_history:
+                self.raise_history(leaf)
             self.told.end_came(leaf)
             self.host.came(leaf)
         return matched, leaf
@@ -187,6 +189,8 @@ class DiffKVPrefixCache(EvictingTree):
     def _split_node(self, key: Any, child: Any, split_len: int) -> Any:
         parent = super()._split_node(key, child, split_len)
         parent.last_access_time, parent.creation_time = child.last_access_time, child.creation_time
+        if self.keeps_history:
+            parent._tlru_history_len = child._tlru_history_len
         segment = parent.segment = child.segment
         segment.nodes += 1
         parent.left_by_readers = list(child.left_by_readers)
