@@ -26,10 +26,10 @@ def events() -> Iterator[Events]:
     listener.socket.close()
 
 
-def ask(server: Server, prompt: list[int], new_tokens: int = 4) -> tuple[float, int]:
+def ask(server: Server, prompt: list[int], new_tokens: int = 4, **named: str) -> tuple[float, int]:
     """When a reply has come, and how many tokens of its prompt were cached."""
     sampling = {"temperature": 0, "max_new_tokens": new_tokens, "ignore_eos": True}
-    answer = server.generate({"input_ids": prompt, "sampling_params": sampling})
+    answer = server.generate({"input_ids": prompt, "sampling_params": sampling, **named})
     assert len(answer["output_ids"]) == new_tokens
     return time.monotonic(), answer["meta_info"]["cached_tokens"]
 
@@ -61,15 +61,36 @@ def test_what_host_memory_has_goes_first_and_is_told_of(events: Events, server_o
     assert not events.blocks and not events.on_host
 
 
+BY_WEIGHT = ["--max-total-tokens", "900", "--schedule-policy", "dfs-weight", "--max-running-requests", "3"]
+BY_WEIGHT += ["--enable-session-radix-cache"]
+if hasattr(evict_policy, "TLRUStrategy"):
+    BY_WEIGHT += ["--radix-eviction-policy", "tlru", "--radix-eviction-policy-config", '{"threshold": 150}']
+
+
 def test_by_weight_all_are_answered(server_of: Callable[..., Server]) -> None:
     """More requests than fit at once, in a pool that evicts while they wait; by T-LRU, where SGLang has it."""
-    args = ["--max-total-tokens", "900", "--schedule-policy", "dfs-weight", "--max-running-requests", "3"]
-    if hasattr(evict_policy, "TLRUStrategy"):
-        args += ["--radix-eviction-policy", "tlru", "--radix-eviction-policy-config", '{"threshold": 150}']
-    server = server_of("diffkv", args, config=CONFIG, env=STRICT)
+    server = server_of("diffkv", BY_WEIGHT, config=CONFIG, env=STRICT)
     shared = [tokens(120, 10 + at) for at in range(3)]
     prompts = [[*shared[at % 3], *tokens(60, 20 + at)] for at in range(15)]
     with ThreadPoolExecutor(len(prompts)) as pool:
         cached = [found for _, found in pool.map(lambda prompt: ask(server, prompt, 12), prompts)]
     assert sum(found >= 120 for found in cached) >= 9, "prefixes were not shared"
+    check_idle(server)
+
+
+def test_what_a_session_left_stays_until_it_is_closed(server_of: Callable[..., Server]) -> None:
+    server, chat = server_of("diffkv", BY_WEIGHT, config=CONFIG, env=STRICT), tokens(200, 40)
+    server.flush_cache()
+
+    def crowd() -> None:
+        for seed in range(5):
+            ask(server, tokens(240, 200 + seed), 2)
+
+    ask(server, chat, session_id="chat")
+    crowd()
+    assert ask(server, [*chat, 1], session_id="chat")[1] >= 199, "others took the place of what a session refers to"
+    answer = server.post("/close_session", {"session_id": "chat"})
+    assert answer.status_code == 200, answer.text
+    crowd()
+    assert ask(server, [*chat, 2])[1] < 100, "a closed session keeps its place"
     check_idle(server)

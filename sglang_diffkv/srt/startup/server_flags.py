@@ -257,9 +257,6 @@ REFUSED: dict[str, Refused] = {
     "enable_pdmux": Refused("PD multiplexing: drop --enable-pdmux"),
     "dllm_algorithm": Refused("diffusion language models: drop --dllm-algorithm"),
     "enable_streaming_session": Refused("streaming sessions: drop --enable-streaming-session"),
-    "enable_session_radix_cache": Refused(
-        "references by session in the prefix cache: drop --enable-session-radix-cache (sessions work without)"
-    ),
     "mamba_radix_cache_strategy": Refused(
         "--mamba-radix-cache-strategy {value}: drop it, states are copied behind the pass that makes them and take no "
         "buffers of a request",

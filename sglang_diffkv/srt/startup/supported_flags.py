@@ -16,6 +16,9 @@ WORKS: dict[str, str] = {
     "tests/tree/test_tree_eviction.py::test_every_eviction_policy_chooses_by_its_rule": (
         "radix_eviction_policy radix_eviction_policy_config _radix_eviction_policy_explicitly_set"
     ),
+    "tests/servers/test_server_queue_order.py::test_what_a_session_left_stays_until_it_is_closed": (
+        "enable_session_radix_cache"
+    ),
     "tests/servers/test_server_queue_order.py::test_what_host_memory_has_goes_first_and_is_told_of": "schedule_policy",
     "tests/servers/test_server_hybrids.py::test_a_full_pool_retracts_and_loses_no_state": (
         "max_mamba_cache_size mamba_full_memory_ratio"

@@ -31,10 +31,11 @@ from sglang_diffkv.srt.tree.host_tier import HostTier
 from sglang_diffkv.srt.tree.interface import NoTree, PrefixTree
 from sglang_diffkv.srt.tree.kept_states import FreedStates, KeptStates
 from sglang_diffkv.srt.tree.kv_events import ToldHost, ToldNodes
-from sglang_diffkv.srt.tree.parts import ExactRule, HostPrefixes, NodeStates, Parts, Restoring
+from sglang_diffkv.srt.tree.parts import ExactRule, HostPrefixes, NodeStates, Parts, Restoring, SessionRule
 from sglang_diffkv.srt.tree.path_joining import PathJoiner
 from sglang_diffkv.srt.tree.prefix_cache import DiffKVPrefixCache
 from sglang_diffkv.srt.tree.retracted import Retracted
+from sglang_diffkv.srt.tree.session_refs import SessionRefs
 from sglang_diffkv.srt.tree.sglang_methods import prefix_cache_class
 
 
@@ -98,6 +99,7 @@ def _around(tree: DiffKVPrefixCache, share_min_tokens: int, exact: bool, store: 
     return Parts(
         compression=_compression(ledger, tree, rule),
         states=states or NodeStates(),
+        sessions=SessionRefs(tree) if tree.enable_session_radix_cache else SessionRule(),
         exact=rule,
         joiner=PathJoiner(tree),
         retracted=retracted,

@@ -22,7 +22,7 @@ from sglang_diffkv.layout.spans import whole_tokens
 from sglang_diffkv.mem_pool.ledger import PageLedger
 from sglang_diffkv.mem_pool.page_manager import PageManager
 from sglang_diffkv.srt.tree.interface import Admitting
-from sglang_diffkv.srt.tree.parts import HostPrefixes, NodeListener, NodeStates
+from sglang_diffkv.srt.tree.parts import HostPrefixes, NodeListener, NodeStates, SessionRule
 
 WORTH_WAITING = 1024
 """Tokens of a compressed leaf that are worth a wait for the GPU's running step: their prefill takes longer, and so much
@@ -36,6 +36,8 @@ class EvictingTree(Admitting, RadixCache):
     manager: PageManager
     states: NodeStates
     """States that nodes keep, of a model that has some."""
+    sessions: SessionRule
+    """Which nodes sessions refer to."""
     host: HostPrefixes
     """What becomes of evicted prefixes."""
     told: NodeListener
@@ -241,13 +243,14 @@ class EvictingTree(Admitting, RadixCache):
             node._tlru_history_len = max(getattr(node, "_tlru_history_len", 0), length)
 
     def _priority(self, leaf: Any) -> Any:
-        """What SGLang's eviction policy says; where states are kept, leaves without one, of which no request can go on,
-        come first."""
+        """What SGLang's eviction policy says. Before that, leaves to which no session refers come first; where states
+        are kept, of these the leaves without one, of which no request can go on."""
         if self.keeps_history:
             leaf._tlru_cached_prefix_len, above = 0, leaf
             while above is not self.root_node:
                 leaf._tlru_cached_prefix_len, above = leaf._tlru_cached_prefix_len + len(above.key), above.parent
-        return leaf in self.states.of_nodes, self.eviction_strategy.get_priority(leaf)
+        referenced, stated = self.sessions.referenced(leaf), leaf in self.states.of_nodes
+        return referenced, stated, self.eviction_strategy.get_priority(leaf)
 
     def evict_path(self, key: Any, start: int = 0) -> None:
         """Evict what the tree has of SGLang's RadixKey ``key`` from position ``start`` on, as far as nothing branches

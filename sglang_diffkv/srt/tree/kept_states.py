@@ -207,7 +207,8 @@ class KeptStates(NodeStates):
         of these too. False if that is not possible."""
         allocator = self.rows.mamba_allocator
         while allocator.available_size() < count:
-            victim = next((node for node in self.of_nodes if node not in self._read), None)
+            free = [node for node in self.of_nodes if node not in self._read]
+            victim = next((x for x in free if not self.tree.sessions.referenced(x)), free[0] if free else None)
             if victim is not None:
                 self.drop(victim)
             elif not (snapshots and self._drop_snapshot()):

@@ -59,13 +59,14 @@ class DiffKVPrefixCache(EvictingTree):
         self.least_cut = 0
         if self.manager.state.pages.is_cuda:
             self.least_cut, self.least_kept_waiting = WORTH_WAITING, max(share_min_tokens, WORTH_WAITING)
+        self.enable_session_radix_cache = bool(getattr(params, "enable_session_radix_cache", False))
         super().__init__(params)
         self.is_eagle = False  # a node's tokens are those that its segment holds, and no pairs of them
 
     def connect(self, parts: Parts) -> None:
         """The optional parts around the tree."""
         self.states, self.exact, self.joiner, self.retracted = parts.states, parts.exact, parts.joiner, parts.retracted
-        self.host = parts.host
+        self.sessions, self.host = parts.sessions, parts.host
         self.listeners: Sequence[RequestListener] = parts.listeners
 
     def tell_of_nodes(self, told: NodeListener) -> None:
@@ -194,6 +195,7 @@ class DiffKVPrefixCache(EvictingTree):
         segment = parent.segment = child.segment
         segment.nodes += 1
         parent.left_by_readers = list(child.left_by_readers)
+        self.sessions.split(parent, child)
         self.told.split(parent, child)
         if child.lock_ref > 0:
             for read in self._read_through(child):
@@ -375,6 +377,7 @@ class DiffKVPrefixCache(EvictingTree):
 
     def _delete_leaf(self, node: Any) -> None:
         self.states.drop(node)
+        self.sessions.gone(node)
         super()._delete_leaf(node)
 
     def give_up_end(self, segment: Segment, nodes: int, tokens: int, *, wait: bool) -> None:
@@ -409,6 +412,17 @@ class DiffKVPrefixCache(EvictingTree):
     def all_mamba_values_flatten(self) -> torch.Tensor:
         kept = list(self.states.of_nodes.values())
         return torch.cat(kept) if kept else torch.empty(0, dtype=torch.int64)
+
+    # Sessions, see ``SessionRule``; the methods are those that SGLang calls with ``--enable-session-radix-cache``
+
+    def open_radix_session(self, session_id: str) -> int:
+        return self.sessions.open(session_id)
+
+    def ensure_session_generation(self, session_id: str) -> int:
+        return self.sessions.generation(session_id)
+
+    def release_radix_session(self, session_id: str) -> None:
+        self.sessions.close(session_id)
 
     # Reports
 
@@ -480,3 +494,4 @@ class DiffKVPrefixCache(EvictingTree):
         assert self.ledger.tree_pages == sum(s.pages for s in nodes), "tree pages miscounted"
         assert self.ledger.evictable_pages == evictable, "evictable pages miscounted"
         self.states.check_nodes(every)
+        self.sessions.check_nodes(every)
