@@ -42,7 +42,7 @@ class Release:
         on_cpu, on_gpu: the packages with which it was tested there; None: not tested there, so refused.
         seen_on_gpu: of what is refused on GPUs elsewhere, what was compared with stock there: ``drafts``, ``states``,
             ``prefill graphs``.
-        targets: hooks whose target differs from ``TARGETS``.
+        targets: hooks whose target differs from ``TARGETS``. classes: classes that are not where ``CLASSES`` says.
         tree: the prefix cache's insertion methods, a class of ``srt/tree/sglang_methods.py``.
         row_on_request: a request has its row and lengths itself, and not in ``req.kv``.
         request_extents: a request has ``prefix_len``, ``extend_end`` and a handle of its lock on the tree.
@@ -62,6 +62,7 @@ class Release:
     on_gpu: Stack | None
     seen_on_gpu: frozenset[str] = frozenset()
     targets: Targets = field(default_factory=dict)
+    classes: Mapping[str, str] = field(default_factory=dict)
     tree: str = "V17"
     row_on_request: bool = True
     request_extents: bool = False
@@ -80,6 +81,10 @@ class Release:
         found = self.targets[hook] if hook in self.targets else TARGETS[hook]
         return () if found is None else (found,) if isinstance(found, str) else found
 
+    def class_path(self, name: str) -> str:
+        """Path in SGLang of a class of ``CLASSES``."""
+        return self.classes.get(name, CLASSES[name])
+
 
 TARGETS: Targets = {
     # Arguments
@@ -93,6 +98,7 @@ TARGETS: Targets = {
     # What a server builds
     "configure_kv_cache_dtype": SRT + "model_executor.model_runner.ModelRunner.configure_kv_cache_dtype",
     "default_radix_cache_factory": SRT + "mem_cache.registry.default_radix_cache_factory",
+    "create_tree_cache": SRT + "mem_cache.registry.create_tree_cache",
     "enable_fused_set_kv_buffer": SRT + "models.utils.enable_fused_set_kv_buffer",
     "create_memory_pool_configurator": SRT + "model_executor.pool_configurator.create_memory_pool_configurator",
     "build_kv_pool": (CONFIGURATOR + "_build_mha_kv_pool", CONFIGURATOR + "_build_hybrid_linear_kv_pool"),
@@ -141,6 +147,12 @@ TARGETS: Targets = {
     "create_draft_extend_backend": SPECULATIVE + "draft_utils.DraftBackendFactory.create_draft_extend_backend",
 }
 """Hooks of the newest release, by the name of their function."""
+
+CLASSES: Mapping[str, str] = {
+    "KVCache": SRT + "mem_cache.memory_pool.KVCache",
+    "HybridReqToTokenPool": SRT + "mem_cache.memory_pool.HybridReqToTokenPool",
+}
+"""Classes of the newest release that are about to move within SGLang, by their names."""
 
 _CPU = Stack("2.13.0", "3.7.1")
 _HOPPER = Stack("2.11.0", "3.6.0", "0.6.15.post1", "0.4.5")

@@ -92,7 +92,8 @@ def _hooks_fit(findings: Findings, gpu: bool, found: bool) -> bool:
     from sglang.srt.plugins import load_plugins
     from sglang.srt.plugins.hook_registry import HookRegistry
 
-    from sglang_diffkv.srt.hooks.registration import register, verify_hooks
+    from sglang_diffkv.srt.hooks.applied import verify_hooks
+    from sglang_diffkv.srt.hooks.registration import register
 
     load_plugins()
     if not found:

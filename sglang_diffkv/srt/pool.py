@@ -6,13 +6,15 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from sglang.srt.mem_cache.memory_pool import KVCache
 
 from sglang_diffkv.mem_pool.footprint import Footprint
 from sglang_diffkv.mem_pool.page_manager import PageManager
 from sglang_diffkv.mem_pool.usage import UsageMeter
+from sglang_diffkv.srt.versions.places import sglang_class
 
 GIB = 1 << 30
+
+KVCache: Any = sglang_class("KVCache")
 
 
 class DiffKVPool(KVCache):

@@ -21,6 +21,7 @@ class Events:
         self.socket.connect(f"tcp://127.0.0.1:{self.ports[1].number}")
         self.next = 0
         self.blocks: dict[tuple[int | None, int], int] = {}  # (hash before, token) -> hash
+        self.on_host: dict[tuple[int | None, int], int] = {}  # the same of host memory
         self.removed = 0
 
     def option(self) -> str:
@@ -43,21 +44,26 @@ class Events:
     def _take(self, event: dict[str, Any]) -> None:
         if event["type"] == "AllBlocksCleared":
             self.blocks.clear()
-        elif event["type"] == "BlockStored":
+            self.on_host.clear()
+            return
+        blocks = self.on_host if event["medium"] == "CPU_PINNED" else self.blocks
+        if event["type"] == "BlockStored":
             before = event.get("parent_block_hash")
             for name, token in zip(event["block_hashes"], event["token_ids"], strict=True):
-                self.blocks[before, token] = before = name
+                blocks[before, token] = before = name
         else:
             gone = set(event["block_hashes"])
-            assert gone <= set(self.blocks.values()), "a block was removed that was never stored"
+            assert gone <= set(blocks.values()), "a block was removed that was never stored"
             self.removed += len(gone)
-            self.blocks = {key: name for key, name in self.blocks.items() if name not in gone}
+            for key in [key for key, name in blocks.items() if name in gone]:
+                del blocks[key]
 
-    def cached(self, ids: list[int]) -> int:
-        """Tokens of a prompt that a request would find; it computes at least the last."""
-        before: int | None = None
+    def cached(self, ids: list[int], *, on_host: bool = False) -> int:
+        """Tokens of a prompt that a request would find; it computes at least the last. ``on_host``: with what would
+        come back from host memory."""
+        blocks, before = {**self.blocks, **(self.on_host if on_host else {})}, None
         for at, token in enumerate(ids[:-1]):
-            if (before, token) not in self.blocks:
+            if (before, token) not in blocks:
                 return at
-            before = self.blocks[before, token]
+            before = blocks[before, token]
         return len(ids) - 1

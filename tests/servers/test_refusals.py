@@ -147,8 +147,6 @@ def _args(**changes: object) -> SimpleNamespace:
         ({"decode_attention_backend": "triton"}, "second attention backend"),
         ({"speculative_algorithm": "NGRAM", "enable_mixed_chunk": True}, "mixed chunks beside drafts"),
         ({"device": "xpu"}, "device xpu"),
-        ({"radix_eviction_policy": "tlru"}, "--radix-eviction-policy tlru"),
-        ({"enable_session_radix_cache": True}, "--enable-session-radix-cache"),
         ({"enable_streaming_session": True}, "--enable-streaming-session"),
     ],
 )

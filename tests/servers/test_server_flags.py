@@ -97,7 +97,6 @@ REFUSED_VALUES: dict[str, Any] = {
     "elastic_ep_backend": "mooncake",
     "ep_join_mode": "scale",
     "dllm_algorithm": "LowConfidence",
-    "radix_eviction_policy": "tlru",
     "mamba_radix_cache_strategy": "extra_buffer",
     "mamba_max_states_per_path": 4,
     "device": "xpu",

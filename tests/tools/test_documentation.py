@@ -32,8 +32,9 @@ WORDS = {
     "docs/results.md": 2900,
     "docs/quality.md": 1350,
     "docs/kernels.md": 1500,
-    "docs/architecture.md": 2800,
+    "docs/architecture.md": 2865,
     "benchmarks/README.md": 960,
+    "docs/designs.md": 350,
 }
 """Of each page at most, as ``wc -w`` counts."""
 WORDS_IN_ALL = 20_000

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from sglang.srt.disaggregation.kv_events import AllBlocksCleared, BlockRemoved, BlockStored
+from sglang.srt.disaggregation.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, StorageMedium
 
 from sglang_diffkv.layout.spans import served_end
+from sglang_diffkv.srt.tree.host_tier import HostTier
 
 Tokens = tuple[int, ...]
 
@@ -16,34 +17,45 @@ class Listener:
     """Follows the events of a prefix cache of one token a block.
 
     Attributes:
-        blocks: tokens from the root to the end of a block, by its hash.
+        blocks: tokens from the root to the end of a block, by its hash. on_host: the same of host memory.
+        heard: the same of all blocks that ever were in either.
     """
 
     def __init__(self, tree: Any) -> None:
         self.tree = tree
         self.blocks: dict[int, Tokens] = {}
+        self.on_host: dict[int, Tokens] = {}
+        self.heard: dict[int, Tokens] = {}
 
     def hear(self) -> None:
         """Take over all events so far."""
         for event in self.tree.take_events():
             if isinstance(event, AllBlocksCleared):
                 self.blocks.clear()
+                self.on_host.clear()
             elif isinstance(event, BlockRemoved):
                 for block in event.block_hashes:
-                    assert self.blocks.pop(block, None) is not None, "a block is removed that nobody was told of"
+                    found = self._of(event).pop(block, None)
+                    assert found is not None, "a block is removed that nobody was told of"
             else:
                 assert isinstance(event, BlockStored) and event.block_size == 1
                 self._store(event)
 
     def _store(self, event: BlockStored) -> None:
-        before: Tokens = ()
+        before, blocks = (), self._of(event)  # type: Tokens, dict[int, Tokens]
         if event.parent_block_hash is not None:
-            assert event.parent_block_hash in self.blocks, "a block is stored behind one that nobody was told of"
-            before = self.blocks[event.parent_block_hash]
+            known = self.blocks if blocks is self.blocks else self.heard  # the host may lack what the GPU has, or had
+            assert event.parent_block_hash in known, "a block is stored behind one that nobody was told of"
+            before = known[event.parent_block_hash]
         for block, token in zip(event.block_hashes, event.token_ids, strict=True):
             before = (*before, token)
-            assert block not in self.blocks, "a block is stored twice"
-            self.blocks[block] = before
+            assert block not in blocks, "a block is stored twice"
+            assert self.heard.setdefault(block, before) == before, "tokens have the hash of others"
+            blocks[block] = before
+
+    def _of(self, event: BlockStored | BlockRemoved) -> dict[int, Tokens]:
+        assert event.medium in (StorageMedium.GPU, StorageMedium.CPU)
+        return self.on_host if event.medium == StorageMedium.CPU else self.blocks
 
     def check(self) -> None:
         """Raise AssertionError unless all that the listener knows is found, and all that is found is known."""
@@ -51,6 +63,16 @@ class Listener:
         known, found = set(self.blocks.values()), set(self._public(self.tree.root_node, ()))
         assert known >= found, "the listener does not know of tokens that are found"
         assert known <= found, "the listener believes in tokens that are not found"
+        self._check_host()
+
+    def _check_host(self) -> None:
+        """What it knows of the host is what that has, of prompts without a namespace. Where layers slide that may be
+        more: a match may end in it nowhere."""
+        host = self.tree.host
+        kept = set(_kept(host)) if isinstance(host, HostTier) else set()
+        known = set(self.on_host.values())
+        assert known <= kept, "the listener believes that the host has what it has not"
+        assert known == kept or any(self.tree.manager.geometry.attention_spans), "the host has what nobody knows of"
 
     def _public(self, node: Any, before: Tokens) -> Iterator[Tokens]:
         """Prefixes that a request without a namespace finds behind ``node``, where ``before`` ends: up to the last node
@@ -69,3 +91,14 @@ class Listener:
         tree = self.tree
         stated = tree.states.may_end(node)
         return stated and served_end(tree.path(node), tree.manager.geometry.attention_spans) == length
+
+
+def _kept(host: HostTier) -> Iterator[Tokens]:
+    """Prefixes without a namespace of whose last token the host has something."""
+    for node in host.index.nodes():
+        if node.saved is None or node.space != (None, None):
+            continue
+        tokens, above = tuple(node.tokens.tolist()), node.parent
+        while above is not None:
+            tokens, above = (*above.tokens.tolist(), *tokens), above.parent
+        yield from (tokens[:end] for end in range(node.start + 1, node.end + 1))

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import invariant, precondition, rule
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 from sglang.srt.mem_cache.memory_pool import HybridReqToTokenPool
+from sglang.srt.mem_cache.radix_cache import RadixKey
 
 from sglang_diffkv.srt.versions import compat
 from sglang_diffkv.srt.versions import states as compat_states
@@ -240,6 +241,17 @@ def test_the_least_recently_used_state_goes_first() -> None:
     assert world.found(prompts[0] + [1]) == 30
     world.told(prompts[2])  # takes the third slot for itself and one for a copy
     assert [world.found(x + [1]) for x in prompts] == [30, 0, 30, 0]
+
+
+def test_a_state_that_a_waiting_request_will_go_on_from_counts_as_used() -> None:
+    world = StateWorld(4)
+    prompts = [world.tokens(30) for _ in range(2)]
+    for prompt in prompts:
+        world.told(prompt)
+    world.tree.touch_prefix(RadixKey(array("q", [*prompts[0], 1])))
+    world.tree.touch_prefix(RadixKey(array("q", [])))
+    assert world.tree.states._make_room(3)
+    assert [world.found(x + [1]) for x in prompts] == [30, 0]
 
 
 def test_a_batch_does_not_give_away_what_it_goes_on_from() -> None:

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
+from sglang.srt.mem_cache import evict_policy
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 
 from tests.tree.stand_in import offer
@@ -124,3 +128,58 @@ def test_every_eviction_policy_chooses_by_its_rule(eviction: str, first: str, ex
         after = left()
         assert [name for name in "abc" if after[name] < before[name]] == [first]
         world.check()
+
+
+@pytest.mark.skipif(not hasattr(evict_policy, "TLRUStrategy"), reason="SGLang before 0.5.21 has no T-LRU")
+def test_what_a_long_chat_can_do_without_goes_before_what_is_older() -> None:
+    """With T-LRU, 120 tokens may be computed again: the last turn of a chat of 200 is as good as gone, and so is a
+    short prompt. A long prompt is not, though nobody has read it for longest. Once it is cut, a chat is no shorter."""
+    world = World(2000, eviction="tlru", eviction_config={"threshold": 120, "next_prompt_estimate": 0})
+    old, chat, short = world.tokens(200), world.tokens(100), world.tokens(60)
+    for tokens in (old, chat, [*chat, *world.tokens(100)], short):
+        world.leave(world.prompt(tokens))
+    world.manager.counts.settle()
+    tree = world.tree
+
+    def left() -> dict[str, int]:
+        names = {old[0]: "old", chat[0]: "chat", short[0]: "short"}
+        tops = tree.root_node.children.values()
+        return dict.fromkeys(names.values(), 0) | {names[x.key.token_ids[0]]: _tokens_from(x) for x in tops}
+
+    order, before = ["none"], left()
+    assert before == {"old": 200, "chat": 200, "short": 60}
+    while order[-1] != "old":
+        before = left()
+        tree.evict(EvictParams(num_tokens=8))
+        world.check()
+        order += [name for name, count in left().items() if count < before[name]]
+    assert set(order[1:-1]) == {"chat", "short"} and order.index("chat") < order.index("short"), order
+    assert before == {"old": 200, "chat": 100, "short": 0}, "a chat that was cut was cut below its budget"
+
+
+def _tokens_from(node: Any) -> int:
+    return len(node.key) + sum(map(_tokens_from, node.children.values()))
+
+
+def test_sglang_counts_the_tokens_of_every_eviction() -> None:
+    """Whatever room was made for: high-tier tokens, pages, KV slots or segment rows."""
+    world = World(2000, exact=False)
+    for _ in range(8):
+        world.leave(world.prompt(world.tokens(100)), insert=False)
+    world.manager.counts.settle()
+    counted, durations = [], []
+    world.tree.metrics_collector = SimpleNamespace(
+        increment_eviction_num_tokens=counted.append, observe_eviction_duration=durations.append
+    )
+    tree, kept = world.tree, world.tree.evictable_tokens()
+    for make, room in (
+        (tree.make_tokens, lambda: 20),
+        (tree.make_pages, lambda: tree.ledger.uncommitted_pages() + 10),
+        (tree.make_kv_slots, lambda: tree.ledger.uncommitted_kv_slots() + 100),
+        (tree.make_segment_rows, lambda: world.manager.segments.rows_free + 1),
+    ):
+        before = sum(counted)
+        assert make(room()) and sum(counted) > before, make.__name__
+        assert sum(counted) == kept - tree.evictable_tokens()
+    assert make(1) and len(counted) == len(durations) and all(x > 0 for x in counted), "nothing was evicted"
+    world.check()

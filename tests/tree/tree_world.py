@@ -39,6 +39,8 @@ class World:
         page_tokens: int = 8,
         exact: bool = True,
         eviction: str = "lru",
+        eviction_config: dict[str, int] | None = None,
+        sessions: bool = False,
         rows: int = 8,
         segments: int = 40,
         share_min: int = 24,
@@ -70,6 +72,9 @@ class World:
         params = CacheInitParams(
             False, self.pool, self.allocator, 1, eviction_policy=eviction, enable_kv_cache_events=True
         )
+        params.enable_session_radix_cache = sessions
+        if eviction_config is not None:
+            params.eviction_policy_config = eviction_config
         self.tree: Any = build_prefix_cache(params, share_min, exact=exact)
         self.listener = Listener(self.tree)
         self.random = random.Random(1)

@@ -8,7 +8,9 @@ import sys
 from typing import Any
 
 from sglang_diffkv.errors import UnsupportedError
+from sglang_diffkv.srt.hooks.applied import WANTED, verify_hooks
 from sglang_diffkv.srt.versions.compat import require_tested_version
+from sglang_diffkv.srt.versions.places import told_of_import
 from sglang_diffkv.srt.versions.selection import BACKEND, is_selected
 
 logger = logging.getLogger(__name__)
@@ -28,7 +30,8 @@ def register() -> None:
         from sglang_diffkv.srt.hooks import table as hooks
         from sglang_diffkv.srt.startup import build
     except Exception as error:
-        _refuse(register_attention_backend, HookRegistry, HookType, error)
+        said = UnsupportedError(told_of_import(error)) if isinstance(error, ImportError) else error
+        _refuse(register_attention_backend, HookRegistry, HookType, said)
         return
 
     def create(runner: Any) -> Any:
@@ -39,6 +42,7 @@ def register() -> None:
     register_radix_cache_backend(BACKEND, build.create_prefix_cache)
     for target, hook in hooks.HOOKS.items():
         HookRegistry.register(target, hook, HookType.AROUND)
+        WANTED[target] = hook.__name__
     extend_engine()
 
 
@@ -50,19 +54,6 @@ def extend_engine() -> None:
     engine = getattr(sys.modules.get("sglang.srt.entrypoints.engine"), "Engine", None)
     if engine is not None and not isinstance(engine.server_args_class, EngineArguments):
         engine.server_args_class = EngineArguments(engine.server_args_class)
-
-
-def verify_hooks() -> None:
-    """Raise UnsupportedError if SGLang could not apply a hook: it only logs that."""
-    from sglang.srt.plugins.hook_registry import HookRegistry
-
-    from sglang_diffkv.srt.hooks.table import HOOKS
-
-    missing = sorted(set(HOOKS) - set(HookRegistry._patched))
-    if missing:
-        raise UnsupportedError(
-            f"--attention-backend diffkv: SGLang could not apply the hooks {missing}; see its log for the cause."
-        )
 
 
 def _refuse(register_attention_backend: Any, registry: Any, hook_type: Any, error: Exception) -> None:

@@ -10,6 +10,7 @@ from sglang_diffkv.config import CHECK_ENV, CONFIG_ENV, load_config
 from sglang_diffkv.mem_pool.integrity import check_bounds, check_integrity, decision_digest
 from sglang_diffkv.presets import PRESETS
 from sglang_diffkv.srt.hooks import metrics, request_fields
+from sglang_diffkv.srt.hooks.applied import verify_hooks
 from sglang_diffkv.srt.pool import DiffKVPool
 from sglang_diffkv.srt.scheduling import admission
 from sglang_diffkv.srt.scheduling.allocator import SERVED, DiffKVAllocator, requests_of, requests_of_tree
@@ -45,7 +46,7 @@ def check_server_args(original: Any, self: Any) -> Any:
     """What every launch calls, of a server or of an ``Engine``, which parses no arguments."""
     result = original(self)
     if is_selected(self):
-        launch.ask_before_loading(self)
+        launch.ask_before_loading(self, verify_hooks)
     return result
 
 
@@ -122,6 +123,14 @@ def default_radix_cache_factory(original: Any, ctx: Any) -> Any:
     ours = isinstance(ctx.params.token_to_kv_pool_allocator, DiffKVAllocator)
     off = ctx.disable_radix_cache and not compat.disabled_prefix_cache_needs_tree()
     return build.create_prefix_cache(ctx) if ours and not off else original(ctx)
+
+
+def create_tree_cache(original: Any, ctx: Any) -> Any:
+    """SGLang takes only a tree of its own for ``tlru``, since others would not know how long a branch was. This one
+    does."""
+    if ctx.params.eviction_policy != "tlru":
+        return original(ctx)
+    return default_radix_cache_factory(original, ctx)
 
 
 def enable_fused_set_kv_buffer(original: Any, forward_batch: Any) -> bool:
@@ -236,6 +245,7 @@ def init_next_round_input(original: Any, self: Any, tree_cache: Any = None, *arg
     requests = requests_of_tree(tree_cache)
     if requests is None:
         return original(self, tree_cache, *args, **kwargs)
+    self.host_hit_length = 0  # counted to put the queue in order: what comes back now does so before the match
     with requests.retracted.admitting(self), requests.host.admitting(self):
         return original(self, tree_cache, *args, **kwargs)
 
@@ -416,6 +426,7 @@ _HERE = (
     support_triton,
     configure_kv_cache_dtype,
     default_radix_cache_factory,
+    create_tree_cache,
     enable_fused_set_kv_buffer,
     create_memory_pool_configurator,
     build_kv_pool,

@@ -13,6 +13,7 @@ from sglang_diffkv.errors import UnsupportedError
 from sglang_diffkv.releases import seen_on_gpu
 from sglang_diffkv.srt.models.speculation import drafts_of
 from sglang_diffkv.srt.versions import compat
+from sglang_diffkv.srt.versions.places import sglang_class
 
 MIB = 1 << 20
 STATES_GPU_VERSIONS = seen_on_gpu("states")
@@ -68,9 +69,7 @@ def check_paged_layers(name: str, found: set[int], paged: tuple[int, ...]) -> No
 
 def has_states(rows: Any) -> bool:
     """Whether SGLang's table of requests hands out state slots with its rows."""
-    from sglang.srt.mem_cache.memory_pool import HybridReqToTokenPool
-
-    return isinstance(rows, HybridReqToTokenPool)
+    return isinstance(rows, sglang_class("HybridReqToTokenPool"))
 
 
 def describe_layers(configurator: Any, states: Any) -> str:

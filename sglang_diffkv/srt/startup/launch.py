@@ -147,10 +147,15 @@ def configure_unless_done(server_args: Any) -> None:
         _check(server_args, load_config())
 
 
-def ask_before_loading(server_args: Any) -> None:
+def ask_before_loading(server_args: Any, first: Callable[[], None]) -> None:
     """What every launch does before it starts processes: configure unless that is done, and refuse what the processes
-    would. Raises ConfigError or UnsupportedError; the command of a server ends with its message."""
+    would. Raises ConfigError or UnsupportedError; the command of a server ends with its message.
+
+    Args:
+        first: asked before all else. It raises UnsupportedError.
+    """
     try:
+        first()
         configure_unless_done(server_args)
         preflight.ask(server_args, load_config())
     except (ConfigError, UnsupportedError) as error:

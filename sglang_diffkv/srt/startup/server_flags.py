@@ -127,7 +127,8 @@ _PREFILL_GRAPHS_RUN = "a comparison with stock on an H100: docs/results.md"
 _CONTEXT = "context parallelism, or DWDP: leave --attn-cp-size, --dcp-size and --dwdp-size at 1"
 _ELASTIC = "elastic expert parallelism, in which ranks leave while others decide with them: drop its options"
 
-_TREES = f"trees of drafts: add {CHAIN}"
+_DESIGN = "; docs/designs.md says what they would take"
+_TREES = f"trees of drafts: add {CHAIN}{_DESIGN}"
 _MODELS_RUN = "tests/servers/test_server_identity.py::test_drafts_of_a_model_give_stock_tokens"
 _CHAINS_RUN = "tests/servers/test_server_identity.py::test_chains_of_drafts_give_stock_tokens"
 
@@ -149,7 +150,7 @@ REFUSED: dict[str, Refused] = {
     "speculative_ngram_min_bfs_breadth": Refused(_TREES, _trees_of_ngrams, _CHAINS_RUN),
     "speculative_ngram_max_bfs_breadth": Refused(_TREES, _trees_of_ngrams, _CHAINS_RUN),
     "speculative_eagle_topk": Refused(
-        f"trees of drafts: add {MODEL_CHAIN} (or other numbers of steps)", _trees_of_a_model, _MODELS_RUN
+        f"trees of drafts: add {MODEL_CHAIN} (or other numbers of steps){_DESIGN}", _trees_of_a_model, _MODELS_RUN
     ),
     "speculative_adaptive": Refused(
         "chains of changing length: drop --speculative-adaptive", lambda value, args: value and drafts_of(args)
@@ -217,7 +218,8 @@ REFUSED: dict[str, Refused] = {
     ),
     "enable_hisparse": Refused("hierarchical sparse attention: drop --enable-hisparse"),
     "page_size": Refused(
-        "--page-size {value}: use 1, as a prompt joins the prefix cache whole (bytes are paged by page_tokens)",
+        "--page-size {value}: use 1, as a prompt joins the prefix cache whole (bytes are paged by page_tokens; "
+        "docs/designs.md says what others would take)",
         _not(None, 1),
         "all server tests",
     ),
@@ -242,11 +244,11 @@ REFUSED: dict[str, Refused] = {
     "enable_prefill_context_parallel": Refused("context parallelism: drop --enable-prefill-context-parallel"),
     "enable_dsa_prefill_context_parallel": Refused("context parallelism: drop --enable-dsa-prefill-context-parallel"),
     "enable_kv_cache_sharding": Refused("KV sharded over ranks: drop --enable-kv-cache-sharding"),
-    "pp_size": Refused("pipeline parallelism: use --pp-size 1", _above_one),
+    "pp_size": Refused(f"pipeline parallelism: use --pp-size 1{_DESIGN}", _above_one),
     "enable_dp_attention": Refused(
-        "data-parallel attention: drop --enable-dp-attention", lambda value, args: value and args.dp_size > 1
+        f"data-parallel attention: drop --enable-dp-attention{_DESIGN}", lambda value, args: value and args.dp_size > 1
     ),
-    "attn_dp_size": Refused("data-parallel attention: leave --attn-dp-size at 1", _above_one),
+    "attn_dp_size": Refused(f"data-parallel attention: leave --attn-dp-size at 1{_DESIGN}", _above_one),
     "elastic_ep_backend": Refused(_ELASTIC),
     "elastic_ep_rejoin": Refused(_ELASTIC),
     "ep_join_mode": Refused(_ELASTIC),
@@ -255,14 +257,6 @@ REFUSED: dict[str, Refused] = {
     "enable_pdmux": Refused("PD multiplexing: drop --enable-pdmux"),
     "dllm_algorithm": Refused("diffusion language models: drop --dllm-algorithm"),
     "enable_streaming_session": Refused("streaming sessions: drop --enable-streaming-session"),
-    "enable_session_radix_cache": Refused(
-        "references by session in the prefix cache: drop --enable-session-radix-cache (sessions work without)"
-    ),
-    "radix_eviction_policy": Refused(
-        "--radix-eviction-policy {value}: use another policy (it keeps its account in a tree that diffkv replaces)",
-        lambda value, args: value == "tlru",
-        "tests/tree/test_tree_eviction.py::test_every_eviction_policy_chooses_by_its_rule",
-    ),
     "mamba_radix_cache_strategy": Refused(
         "--mamba-radix-cache-strategy {value}: drop it, states are copied behind the pass that makes them and take no "
         "buffers of a request",

@@ -14,8 +14,12 @@ WORKS: dict[str, str] = {
     "tests/servers/test_server_replicas.py::test_each_replica_has_a_prefix_cache_of_its_own": "dp_size",
     "tests/servers/test_server_namespaces.py::test_the_policy_decides_what_is_evicted": "enable_priority_scheduling",
     "tests/tree/test_tree_eviction.py::test_every_eviction_policy_chooses_by_its_rule": (
-        "radix_eviction_policy_config _radix_eviction_policy_explicitly_set"
+        "radix_eviction_policy radix_eviction_policy_config _radix_eviction_policy_explicitly_set"
     ),
+    "tests/servers/test_server_queue_order.py::test_what_a_session_left_stays_until_it_is_closed": (
+        "enable_session_radix_cache"
+    ),
+    "tests/servers/test_server_queue_order.py::test_what_host_memory_has_goes_first_and_is_told_of": "schedule_policy",
     "tests/servers/test_server_hybrids.py::test_a_full_pool_retracts_and_loses_no_state": (
         "max_mamba_cache_size mamba_full_memory_ratio"
     ),
@@ -49,7 +53,7 @@ WORKS: dict[str, str] = {
 
 ORTHOGONAL: dict[str, str] = {
     "the order and the number of requests that are let in; each is admitted by its pages": (
-        "schedule_policy max_running_requests max_queued_requests max_prefill_tokens prefill_max_requests "
+        "max_running_requests max_queued_requests max_prefill_tokens prefill_max_requests "
         "prefill_decode_interval prefill_decode_interval_min_bs min_free_slots_delay enable_prefill_delayer "
         "prefill_delayer_max_delay_passes prefill_delayer_token_usage_low_watermark prefill_delayer_queue_min_ratio "
         "prefill_delayer_max_delay_ms lora_drain_wait_threshold scheduler_recv_interval num_continuous_decode_steps "

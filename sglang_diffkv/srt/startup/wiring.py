@@ -30,11 +30,12 @@ from sglang_diffkv.srt.tree.exact_prompts import ExactPrompts
 from sglang_diffkv.srt.tree.host_tier import HostTier
 from sglang_diffkv.srt.tree.interface import NoTree, PrefixTree
 from sglang_diffkv.srt.tree.kept_states import FreedStates, KeptStates
-from sglang_diffkv.srt.tree.kv_events import ToldNodes
-from sglang_diffkv.srt.tree.parts import ExactRule, HostPrefixes, NodeStates, Parts, Restoring
+from sglang_diffkv.srt.tree.kv_events import ToldHost, ToldNodes
+from sglang_diffkv.srt.tree.parts import ExactRule, HostPrefixes, NodeStates, Parts, Restoring, SessionRule
 from sglang_diffkv.srt.tree.path_joining import PathJoiner
 from sglang_diffkv.srt.tree.prefix_cache import DiffKVPrefixCache
 from sglang_diffkv.srt.tree.retracted import Retracted
+from sglang_diffkv.srt.tree.session_refs import SessionRefs
 from sglang_diffkv.srt.tree.sglang_methods import prefix_cache_class
 
 
@@ -58,9 +59,12 @@ def build_prefix_cache(params: Any, share_min_tokens: int, *, exact: bool, store
     ledger = requests.ledger
     tree = prefix_cache_class()(params, ledger, share_min_tokens)
     ledger.manager.counts.tell_counted(tree.count)
-    if recorder := tree.event_recorder():
-        tree.tell_of_nodes(ToldNodes(tree, *recorder))
+    recorder = tree.event_recorder()
     parts = _without_prefixes(tree) if tree.disable else _around(tree, share_min_tokens, exact, store)
+    if recorder is not None:
+        tree.tell_of_nodes(ToldNodes(tree, *recorder))
+        if isinstance(parts.host, HostTier):
+            parts.host.index.told = ToldHost(tree, *recorder)
     tree.connect(parts)
     requests.connect(tree, parts, _admission(ledger, tree))
     return tree
@@ -96,6 +100,7 @@ def _around(tree: DiffKVPrefixCache, share_min_tokens: int, exact: bool, store: 
     return Parts(
         compression=_compression(ledger, tree, rule),
         states=states or NodeStates(),
+        sessions=SessionRefs(tree) if tree.enable_session_radix_cache else SessionRule(),
         exact=rule,
         joiner=PathJoiner(tree),
         retracted=retracted,

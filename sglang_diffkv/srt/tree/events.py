@@ -7,10 +7,11 @@ Listeners hear each event in this order (``Parts.listeners``):
 
 1. ``CompressionScheduler`` (scheduling), where requests hold a budget;
 2. ``KeptStates``, of a model with layers that do not attend;
-3. ``ExactPrompts``, with exact prefix fidelity;
-4. ``PathJoiner``, where there is a prefix cache;
-5. ``Retracted``, where retracted requests go to host memory;
-6. ``HostTier``, where evicted prefixes do.
+3. ``SessionRefs``, where sessions refer to what they have left;
+4. ``ExactPrompts``, with exact prefix fidelity;
+5. ``PathJoiner``, where there is a prefix cache;
+6. ``Retracted``, where retracted requests go to host memory;
+7. ``HostTier``, where evicted prefixes do.
 
 The scheduler's events come from ``scheduling/lifecycle.py``. Those of publication and ``reset`` come from the tree,
 which SGLang calls. ``startup/wiring.py`` makes the parts.

@@ -10,7 +10,8 @@ from __future__ import annotations
 import heapq
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams, EvictResult, MatchPrefixParams
@@ -21,7 +22,7 @@ from sglang_diffkv.layout.spans import whole_tokens
 from sglang_diffkv.mem_pool.ledger import PageLedger
 from sglang_diffkv.mem_pool.page_manager import PageManager
 from sglang_diffkv.srt.tree.interface import Admitting
-from sglang_diffkv.srt.tree.parts import HostPrefixes, NodeListener, NodeStates
+from sglang_diffkv.srt.tree.parts import HostPrefixes, NodeListener, NodeStates, SessionRule
 
 WORTH_WAITING = 1024
 """Tokens of a compressed leaf that are worth a wait for the GPU's running step: their prefill takes longer, and so much
@@ -35,6 +36,8 @@ class EvictingTree(Admitting, RadixCache):
     manager: PageManager
     states: NodeStates
     """States that nodes keep, of a model that has some."""
+    sessions: SessionRule
+    """Which nodes sessions refer to."""
     host: HostPrefixes
     """What becomes of evicted prefixes."""
     told: NodeListener
@@ -59,6 +62,16 @@ class EvictingTree(Admitting, RadixCache):
     def full_protected_size(self) -> int:
         return self.ledger.protected()
 
+    tokens_evicted = 0
+    """Tokens that were evicted so far."""
+
+    @contextmanager
+    def _counted(self) -> Iterator[None]:
+        """SGLang's metrics count the tokens that are evicted inside, and the time."""
+        start, before = time.perf_counter(), self.tokens_evicted
+        yield
+        self.update_eviction_metrics(self.tokens_evicted - before, start)
+
     def evict(self, params: EvictParams) -> EvictResult:
         """Evict leaves until ``params.num_tokens`` more high-tier tokens fit than now.
 
@@ -67,14 +80,12 @@ class EvictingTree(Admitting, RadixCache):
         """
         if self.disable:
             return EvictResult()
-        start, before = time.perf_counter(), self.ledger.available()
+        before = self.ledger.available()
         goal = before + params.num_tokens
         self._evict_while(lambda: self.ledger.pages_of_tokens(goal - self.ledger.available()))
         if self.ledger.available() < goal:
             self.manager.counts.settle()
-        gained = self.ledger.available() - before
-        self.update_eviction_metrics(gained, start)
-        return EvictResult(num_tokens_evicted=gained)
+        return EvictResult(num_tokens_evicted=self.ledger.available() - before)
 
     def make_tokens(self, tokens: int) -> bool:
         return self.evict(EvictParams(num_tokens=tokens)).num_tokens_evicted >= tokens
@@ -123,9 +134,10 @@ class EvictingTree(Admitting, RadixCache):
         return self._evict_leaves_until(lambda: self.manager.prompts.can_publish(row))
 
     def _evict_leaves_until(self, enough: Callable[[], bool]) -> bool:
-        while not enough():
-            if not self._evict_leaf():
-                return False
+        with self._counted():
+            while not enough():
+                if not self._evict_leaf():
+                    return False
         return True
 
     def _evict_while(self, missing: Callable[[], float], tokens: Callable[[], int] | None = None) -> None:
@@ -133,18 +145,19 @@ class EvictingTree(Admitting, RadixCache):
         many as have ``tokens()``, or a table block's worth."""
         block = TABLE_BLOCK * self.manager.fmt.high.tokens
         heap: list[tuple[Any, Any]] | None = None
-        while (pages := missing()) > 0:
-            heap = self._order() if heap is None else heap
-            if not heap:
-                return
-            _, leaf = heapq.heappop(heap)
-            nodes = self._together(leaf, heap)
-            whole = math.isinf(pages)
-            parent = self.evict_nodes(
-                self._end(nodes, tokens() if tokens else block) if whole else self._cut(nodes, pages)
-            )
-            if not parent.children and parent.lock_ref == 0:
-                heapq.heappush(heap, (self._priority(parent), parent))
+        with self._counted():
+            while (pages := missing()) > 0:
+                heap = self._order() if heap is None else heap
+                if not heap:
+                    return
+                _, leaf = heapq.heappop(heap)
+                nodes = self._together(leaf, heap)
+                whole = math.isinf(pages)
+                parent = self.evict_nodes(
+                    self._end(nodes, tokens() if tokens else block) if whole else self._cut(nodes, pages)
+                )
+                if not parent.children and parent.lock_ref == 0:
+                    heapq.heappush(heap, (self._priority(parent), parent))
 
     def _order(self) -> list[tuple[Any, Any]]:
         """A heap of the leaves that may go, by priority."""
@@ -215,10 +228,29 @@ class EvictingTree(Admitting, RadixCache):
         self.evict_nodes(self._together(leaf, heap))
         return True
 
+    @property
+    def keeps_history(self) -> bool:
+        """Whether SGLang's eviction policy asks how long a branch was (``tlru``)."""
+        return hasattr(self.eviction_strategy, "next_prompt_estimate")
+
+    def raise_history(self, leaf: Any) -> None:
+        """A leaf was inserted: its branch, and those above, were as long at least."""
+        nodes, length = [leaf], len(leaf.key)
+        while nodes[-1].parent is not self.root_node:
+            nodes.append(nodes[-1].parent)
+            length += len(nodes[-1].key)
+        for node in nodes:
+            node._tlru_history_len = max(getattr(node, "_tlru_history_len", 0), length)
+
     def _priority(self, leaf: Any) -> Any:
-        """What SGLang's eviction policy says; where states are kept, leaves without one, of which no request can go on,
-        come first."""
-        return leaf in self.states.of_nodes, self.eviction_strategy.get_priority(leaf)
+        """What SGLang's eviction policy says. Before that, leaves to which no session refers come first; where states
+        are kept, of these the leaves without one, of which no request can go on."""
+        if self.keeps_history:
+            leaf._tlru_cached_prefix_len, above = 0, leaf
+            while above is not self.root_node:
+                leaf._tlru_cached_prefix_len, above = leaf._tlru_cached_prefix_len + len(above.key), above.parent
+        referenced, stated = self.sessions.referenced(leaf), leaf in self.states.of_nodes
+        return referenced, stated, self.eviction_strategy.get_priority(leaf)
 
     def evict_path(self, key: Any, start: int = 0) -> None:
         """Evict what the tree has of SGLang's RadixKey ``key`` from position ``start`` on, as far as nothing branches
@@ -252,6 +284,7 @@ class EvictingTree(Admitting, RadixCache):
         if wait:
             self.host.leaving(nodes)
         above, segment, tokens = nodes[-1].parent, nodes[0].segment, sum(len(node.key) for node in nodes)
+        self.tokens_evicted += tokens
         for node in nodes:
             self.token_to_kv_pool_allocator.free(node.value)
             self._delete_leaf(node)

@@ -23,16 +23,20 @@ class HostNode:
     """Some tokens of prefixes, behind those of its parent.
 
     Attributes:
-        number: of its own; nodes that were made earlier have lower ones. tokens: [n] int64. start: position of the
-            first. saved: what the host has of them, if anything.
+        number: of its own; nodes that were made earlier have lower ones. space: the namespace. tokens: [n] int64.
+        start: position of the first. saved: what the host has of them, if anything.
         last_access_time, creation_time, hit_count, priority: what SGLang's eviction policies choose by.
+        block: what SGLang's KV events have of the tokens, if they were told of any. told: whether listeners know of
+            them (``IndexListener``).
     """
 
     _numbers = itertools.count()
+    block: Any = None
+    told = False
 
-    def __init__(self, parent: HostNode | None, tokens: np.ndarray, start: int):
+    def __init__(self, parent: HostNode | None, tokens: np.ndarray, start: int, space: Hashable):
         self.number = next(self._numbers)
-        self.parent, self.tokens, self.start = parent, tokens, start
+        self.parent, self.tokens, self.start, self.space = parent, tokens, start, space
         self.children: dict[int, HostNode] = {}
         self.saved: SavedSegment | None = None
         self.last_access_time = self.creation_time = time.monotonic()
@@ -44,6 +48,19 @@ class HostNode:
         return self.start + len(self.tokens)
 
 
+class IndexListener:
+    """Who is told of what the host has; here nobody is."""
+
+    def came(self, node: HostNode) -> None:
+        """The host has something of the node's tokens from now on."""
+
+    def gone(self, node: HostNode) -> None:
+        """It has nothing of them any more."""
+
+    def split(self, above: HostNode, node: HostNode) -> None:
+        """The first tokens of ``node`` are a node of their own, ``above``, from now on."""
+
+
 class HostIndex:
     """Finds saved segments by namespace and tokens.
 
@@ -51,11 +68,12 @@ class HostIndex:
         dropped: called with a saved segment that no node names any more.
 
     Attributes:
-        tokens: those of which the host has something.
+        tokens: those of which the host has something. told: who is told of them.
     """
 
     def __init__(self, dropped: Callable[[SavedSegment], None]):
         self._dropped = dropped
+        self.told = IndexListener()
         self._roots: dict[Hashable, HostNode] = {}
         self.tokens = 0
 
@@ -114,11 +132,11 @@ class HostIndex:
     def insert(self, space: Hashable, tokens: np.ndarray, saved: SavedSegment, *, used: float, priority: int) -> None:
         """The host has saved the end of a prefix from ``saved.start`` on. Where it had it already, that stays; if it
         had all of it, ``saved`` is dropped."""
-        node, at = self._roots.setdefault(space, HostNode(None, tokens[:0], 0)), 0
+        node, at = self._roots.setdefault(space, HostNode(None, tokens[:0], 0, space)), 0
         while at < len(tokens):
             child = node.children.get(int(tokens[at]))
             if child is None:
-                child = node.children[int(tokens[at])] = HostNode(node, tokens[at:].copy(), at)
+                child = node.children[int(tokens[at])] = HostNode(node, tokens[at:].copy(), at, space)
             elif (common := _common(child.tokens, tokens[at:])) < len(child.tokens):
                 child = self._split(child, common)
             if child.start < saved.start < child.end:
@@ -129,6 +147,7 @@ class HostIndex:
                 child.saved = saved
                 saved.nodes += 1
                 self.tokens += len(child.tokens)
+                self.told.came(child)
             node, at = child, child.end
         if not saved.nodes:
             self._dropped(saved)
@@ -136,7 +155,7 @@ class HostIndex:
     def _split(self, node: HostNode, count: int) -> HostNode:
         """The first ``count`` tokens of a node are one of their own from now on; this one."""
         assert node.parent is not None
-        above = HostNode(node.parent, node.tokens[:count], node.start)
+        above = HostNode(node.parent, node.tokens[:count], node.start, node.space)
         for name in ("last_access_time", "creation_time", "hit_count", "priority", "saved"):
             setattr(above, name, getattr(node, name))
         if above.saved is not None:
@@ -144,6 +163,7 @@ class HostIndex:
         node.parent.children[int(above.tokens[0])] = above
         node.parent, node.tokens, node.start = above, node.tokens[count:], node.start + count
         above.children[int(node.tokens[0])] = node
+        self.told.split(above, node)
         return above
 
     def end_of(self, leaf: HostNode) -> list[HostNode]:
@@ -159,6 +179,7 @@ class HostIndex:
         saved, above = nodes[0].saved, nodes[0]
         assert saved is not None
         for node in nodes:
+            self.told.gone(node)
             node.saved = None
             self.tokens -= len(node.tokens)
         saved.nodes = 0
@@ -172,6 +193,9 @@ class HostIndex:
 
     def clear(self) -> None:
         """Forget everything, of which nothing is saved any more."""
+        for node in self.nodes():
+            if node.saved is not None:
+                self.told.gone(node)
         self._roots.clear()
         self.tokens = 0
 

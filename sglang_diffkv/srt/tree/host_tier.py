@@ -201,6 +201,8 @@ class HostTier(HostPrefixes):
                     heapq.heappush(heap, (self._priority(above), above.number, above))
 
     def _priority(self, node: HostNode) -> Any:
+        if self.tree.keeps_history:
+            return node.last_access_time  # a branch's history is the tree's
         return self.tree.eviction_strategy.get_priority(node)
 
     # Back to the tree
@@ -215,11 +217,13 @@ class HostTier(HostPrefixes):
             self._admitting = None
 
     def match(self, params: Any) -> Any:
-        """The match with what came back from the host; None if nothing did."""
+        """The match with what came back from the host; None if nothing did. Of a request that waits, the match with how
+        much would come back."""
         req, self._admitting = self._admitting, None
-        if req is not None:
-            req.diffkv_waits_for_store = False
-        if req is None or self.old_weights.left or _without_host(req) or not (self.saved.held or self.stores):
+        if req is None:
+            return self._seen_waiting(params)
+        req.diffkv_waits_for_store = False
+        if self.old_weights.left or _without_host(req) or not (self.saved.held or self.stores):
             return None
         if self.ranks.alone:  # several exchange what has arrived before they schedule
             self._arrived()
@@ -242,6 +246,22 @@ class HostTier(HostPrefixes):
         self.counts["tokens_restored"] += restored
         req.diffkv_from_host, req.diffkv_from_store = restored, of_store
         return self.tree.match(params)
+
+    def _seen_waiting(self, params: Any) -> Any:
+        """SGLang puts its queue in order, by what requests would find: on the host too, as its hierarchical cache
+        counts. Nothing comes back for that. None if the host has nothing for the request."""
+        req = params.req
+        if req is None or self.old_weights.left or _without_host(req) or not self.saved.held:
+            return None
+        found = self.tree.match(params)
+        node, space, tokens = found.last_device_node, space_of(params.key), tokens_of(params.key)
+        at = self.tree.depth(node)
+        parts = self._served(node, self._parts(space, tokens, at))
+        behind = parts[-1][2] - at if parts else 0
+        return found._replace(host_hit_length=behind) if behind >= self.least else found
+
+    def used(self, key: Any) -> None:
+        self.index.touch(space_of(key), tokens_of(key), time.monotonic())
 
     def _held_up(self, req: Any, space: Hashable, tokens: np.ndarray, node: Any, parts: list[Part]) -> bool:
         """Whether a request waits for what the disk has behind ``parts``."""

@@ -12,10 +12,10 @@ so.
 
 Another tree can stand here:
 
-- SGLang's unified tree: a class like ``DiffKVPrefixCache`` with ``Admitting``, over that tree's own nodes. Each node
-  refers to a ``Segment``, and the tree counts their pages in the ledger (``PageLedger.hold``, ``release``, ``lock``,
-  ``unlock``). ``hooks/table.py`` puts it into SGLang (``default_radix_cache_factory``), and ``startup/wiring.py`` makes
-  it.
+- SGLang's unified tree (``docs/architecture.md`` says why it does not): a class like ``DiffKVPrefixCache`` with
+  ``Admitting``, over that tree's own nodes. Each node refers to a ``Segment``, and the tree counts their pages in the
+  ledger (``PageLedger.hold``, ``release``, ``lock``, ``unlock``). ``hooks/table.py`` puts it into SGLang
+  (``default_radix_cache_factory``), and ``startup/wiring.py`` makes it.
 
 A tree also tells ``Parts.host`` of nodes that come and that it is about to evict, and asks it, as ``Parts.retracted``,
 before it is searched for a request that is being admitted.

@@ -78,6 +78,10 @@ class KeptStates(NodeStates):
     def may_end(self, node: Any) -> bool:
         return node in self.of_nodes
 
+    def used(self, node: Any) -> None:
+        if (node := self.last(node)) in self.of_nodes:
+            self.of_nodes.move_to_end(node)
+
     def matched(self, req: Any, node: Any, end: int, found: int, most: int) -> None:
         """A request goes on from ``node``, where ``end`` tokens end. The tree has ``found`` tokens of its prompt.
 
@@ -203,7 +207,8 @@ class KeptStates(NodeStates):
         of these too. False if that is not possible."""
         allocator = self.rows.mamba_allocator
         while allocator.available_size() < count:
-            victim = next((node for node in self.of_nodes if node not in self._read), None)
+            free = [node for node in self.of_nodes if node not in self._read]
+            victim = next((x for x in free if not self.tree.sessions.referenced(x)), free[0] if free else None)
             if victim is not None:
                 self.drop(victim)
             elif not (snapshots and self._drop_snapshot()):

@@ -42,6 +42,9 @@ class NodeStates(RequestListener):
         """Whether a match may end with the node."""
         return True
 
+    def used(self, node: Any) -> None:
+        """A request waits that will go on from ``node``, or from a node before it."""
+
     def drop(self, node: Any) -> None:
         """The node leaves the tree."""
 
@@ -51,6 +54,34 @@ class NodeStates(RequestListener):
 
     def check_nodes(self, nodes: set[Any]) -> None:
         """Raise AssertionError unless each state has one of the tree's ``nodes``."""
+
+
+class SessionRule(RequestListener):
+    """Which nodes sessions refer to; here they refer to none. ``session`` is an id that a client chose."""
+
+    def open(self, session: str) -> int:
+        """A session begins, perhaps anew. Its generation."""
+        return 0
+
+    def generation(self, session: str) -> int:
+        """That of the session, which is opened if it is not."""
+        return 0
+
+    def close(self, session: str) -> None:
+        """The session refers to nothing any more."""
+
+    def referenced(self, node: Any) -> bool:
+        """Whether a session refers to the path through the node."""
+        return False
+
+    def split(self, parent: Any, child: Any) -> None:
+        """The first tokens of the node ``child`` are a node of their own, ``parent``, from now on."""
+
+    def gone(self, node: Any) -> None:
+        """A leaf is about to leave the tree."""
+
+    def check_nodes(self, nodes: set[Any]) -> None:
+        """Raise AssertionError unless references are to the tree's ``nodes``."""
 
 
 class PathRule(RequestListener):
@@ -137,6 +168,9 @@ class HostPrefixes(FromHost):
     def leaving(self, nodes: list[Any]) -> None:
         """Nodes of one segment are about to be evicted, the first of them a leaf."""
 
+    def used(self, key: Any) -> None:
+        """A request waits for what is kept of SGLang's RadixKey ``key``."""
+
     def waits_for(self, req: Any) -> bool:
         """Whether a request that was just matched waits for what a store has of it."""
         return False
@@ -175,6 +209,7 @@ class Parts:
 
     compression: RequestListener = field(default_factory=RequestListener)
     states: NodeStates = field(default_factory=NodeStates)
+    sessions: SessionRule = field(default_factory=SessionRule)
     exact: ExactRule = field(default_factory=ExactRule)
     joiner: PathRule = field(default_factory=PathRule)
     retracted: Restoring = field(default_factory=Restoring)
@@ -183,4 +218,4 @@ class Parts:
     @property
     def listeners(self) -> Sequence[RequestListener]:
         """All of them, in the order in which they hear of events."""
-        return self.compression, self.states, self.exact, self.joiner, self.retracted, self.host
+        return self.compression, self.states, self.sessions, self.exact, self.joiner, self.retracted, self.host

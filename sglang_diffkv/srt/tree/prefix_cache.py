@@ -17,6 +17,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams
 
 from sglang_diffkv.config import CHECK_ENV
 from sglang_diffkv.layout.geometry import Path, Segment
@@ -40,15 +41,17 @@ class DiffKVPrefixCache(EvictingTree):
 
     Attributes:
         inserted: length of the longest key that the running insertion has put in, and the node where it ends.
+        publishing: the request whose tokens join the tree now.
     """
 
     inserting_row: int | None
+    publishing: Any
     _restored: Segment | None
     inserted: tuple[int, Any]
 
     def __init__(self, params: Any, ledger: PageLedger, share_min_tokens: int):
         self.ledger, self.manager = ledger, ledger.manager
-        self.inserting_row = self._restored = None
+        self.inserting_row = self._restored = self.publishing = None
         self.connect(Parts())
         self.told = NodeListener()
         self.locked_nodes: dict[Segment, int] = {}
@@ -56,13 +59,14 @@ class DiffKVPrefixCache(EvictingTree):
         self.least_cut = 0
         if self.manager.state.pages.is_cuda:
             self.least_cut, self.least_kept_waiting = WORTH_WAITING, max(share_min_tokens, WORTH_WAITING)
+        self.enable_session_radix_cache = bool(getattr(params, "enable_session_radix_cache", False))
         super().__init__(params)
         self.is_eagle = False  # a node's tokens are those that its segment holds, and no pairs of them
 
     def connect(self, parts: Parts) -> None:
         """The optional parts around the tree."""
         self.states, self.exact, self.joiner, self.retracted = parts.states, parts.exact, parts.joiner, parts.retracted
-        self.host = parts.host
+        self.sessions, self.host = parts.sessions, parts.host
         self.listeners: Sequence[RequestListener] = parts.listeners
 
     def tell_of_nodes(self, told: NodeListener) -> None:
@@ -99,6 +103,14 @@ class DiffKVPrefixCache(EvictingTree):
             return False
         if not self.make_room_to_share(row) or not self._joins(row, running):  # room may be made by evicting the prompt
             return False
+        self.publishing = req
+        try:
+            self._publish(req, row, insertion, running=running)
+        finally:
+            self.publishing = None
+        return True
+
+    def _publish(self, req: Any, row: int, insertion: Callable[[], None], *, running: bool) -> None:
         self.inserting_row, self.inserted = row, (0, self.root_node)
         try:
             insertion()
@@ -107,7 +119,6 @@ class DiffKVPrefixCache(EvictingTree):
         length, leaf = self.inserted
         for part in self.listeners:
             part.published(req, row, leaf, length, ended=not running)
-        return True
 
     def _joins(self, row: int, running: bool) -> bool:
         return running or self.exact.joins(row)
@@ -147,6 +158,8 @@ class DiffKVPrefixCache(EvictingTree):
             segment = self._segment(matched, length)
             leaf.segment, leaf.left_by_readers = segment, []
             self.add_segment(segment)
+            if self.keeps_history:
+                self.raise_history(leaf)
             self.told.end_came(leaf)
             self.host.came(leaf)
         return matched, leaf
@@ -177,9 +190,12 @@ class DiffKVPrefixCache(EvictingTree):
     def _split_node(self, key: Any, child: Any, split_len: int) -> Any:
         parent = super()._split_node(key, child, split_len)
         parent.last_access_time, parent.creation_time = child.last_access_time, child.creation_time
+        if self.keeps_history:
+            parent._tlru_history_len = child._tlru_history_len
         segment = parent.segment = child.segment
         segment.nodes += 1
         parent.left_by_readers = list(child.left_by_readers)
+        self.sessions.split(parent, child)
         self.told.split(parent, child)
         if child.lock_ref > 0:
             for read in self._read_through(child):
@@ -213,6 +229,22 @@ class DiffKVPrefixCache(EvictingTree):
                 return found
         return self.match(params)
 
+    def touch_prefix(self, key: Any) -> None:
+        """Somebody waits for what the tree has of ``key``: it counts as used, with its state, and on the host too.
+        SGLang 0.5.22 and later call it for the head of the queue."""
+        if self.disable or not len(key):
+            return
+        self.states.used(self.find(MatchPrefixParams(key=key)).last_device_node)
+        self.host.used(key)
+
+    def resolve_node_handle(self, node: Any) -> Any:
+        """The last node above ``node``, or itself, that the tree still has. SGLang asks where the prefixes of requests
+        are that it has just matched, and leaves out of its queue whose node it does not find. The match of a later
+        request may have evicted that."""
+        while node.parent is not None and node.segment is None:
+            node = node.parent
+        return self.root_node if node.parent is None else node
+
     def find(self, params: Any) -> Any:
         """What the tree has of a key, whether or not a row may read it."""
         return super().match_prefix(params)
@@ -236,9 +268,9 @@ class DiffKVPrefixCache(EvictingTree):
         attention_spans = self.manager.geometry.attention_spans
         return not any(attention_spans) or served_end(self.path(node), attention_spans) == self.depth(node)
 
-    def event_recorder(self) -> tuple[Callable[[Any], None], Callable[[Any], None]] | None:
-        """How SGLang records that a node has come, and that one has gone, if its KV events are on. The tree itself says
-        which nodes come from now on."""
+    def event_recorder(self) -> tuple[Callable[..., None], Callable[..., None]] | None:
+        """How SGLang records that a node has come, and that one has gone, if its KV events are on: functions of the
+        node and, unless it is the GPU, the medium. The tree itself says which nodes come from now on."""
         raise NotImplementedError
 
     def _served(self, node: Any) -> int:
@@ -345,6 +377,7 @@ class DiffKVPrefixCache(EvictingTree):
 
     def _delete_leaf(self, node: Any) -> None:
         self.states.drop(node)
+        self.sessions.gone(node)
         super()._delete_leaf(node)
 
     def give_up_end(self, segment: Segment, nodes: int, tokens: int, *, wait: bool) -> None:
@@ -379,6 +412,17 @@ class DiffKVPrefixCache(EvictingTree):
     def all_mamba_values_flatten(self) -> torch.Tensor:
         kept = list(self.states.of_nodes.values())
         return torch.cat(kept) if kept else torch.empty(0, dtype=torch.int64)
+
+    # Sessions, see ``SessionRule``; the methods are those that SGLang calls with ``--enable-session-radix-cache``
+
+    def open_radix_session(self, session_id: str) -> int:
+        return self.sessions.open(session_id)
+
+    def ensure_session_generation(self, session_id: str) -> int:
+        return self.sessions.generation(session_id)
+
+    def release_radix_session(self, session_id: str) -> None:
+        self.sessions.close(session_id)
 
     # Reports
 
@@ -450,3 +494,4 @@ class DiffKVPrefixCache(EvictingTree):
         assert self.ledger.tree_pages == sum(s.pages for s in nodes), "tree pages miscounted"
         assert self.ledger.evictable_pages == evictable, "evictable pages miscounted"
         self.states.check_nodes(every)
+        self.sessions.check_nodes(every)

@@ -8,7 +8,7 @@ from typing import Any, TypeAlias
 from sglang_diffkv.srt.tree.prefix_cache import DiffKVPrefixCache
 from sglang_diffkv.srt.versions.compat import extend_end, filled_to, installed, prompt_len, row_of
 
-Recorder: TypeAlias = "tuple[Callable[[Any], None], Callable[[Any], None]]"
+Recorder: TypeAlias = "tuple[Callable[..., None], Callable[..., None]]"
 
 
 class OwnEvents:
@@ -73,7 +73,12 @@ def prefix_cache_class() -> type:
             if not recorder.enabled:
                 return None
             self.kv_events = OwnEvents(recorder)
-            return recorder.record_store, recorder.record_remove
+
+            def store(node: Any, medium: Any = None) -> None:
+                session = None if medium else getattr(self.publishing, "session_id", None)
+                recorder.record_store(node, medium, session_id=session)
+
+            return store, recorder.record_remove
 
     class V21(_Recording):
         def insert_req(self, req: Any, *, up_to: int) -> None:
