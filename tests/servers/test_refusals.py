@@ -673,5 +673,6 @@ def test_the_documentation_has_what_is_allowed() -> None:
         assert name == "policy" or f"| `{name}` | {allowed} |" in told
     for kind in get_args(PolicyConfig):
         for name in set(kind.model_fields) - {"name"}:
-            row = f"`policy.{name}` of `{kind.model_fields['name'].default}` | {_in_a_table(kind_of(kind, name).describe())} |"
+            allowed = _in_a_table(kind_of(kind, name).describe())
+            row = f"`policy.{name}` of `{kind.model_fields['name'].default}` | {allowed} |"
             assert f"| {row}" in told, row
