@@ -15,6 +15,7 @@ from tests.pages.model import Model, RowModel, SegmentModel, split
 from tests.policies import diffkv_policy
 
 LAYERS, HEADS = 1, 2
+MOST_WINDOW = 26
 ROWS, SEGMENTS, LONGEST = 6, 9, 150
 ALPHAS = [(1.0, 0.7, 0.3, 0.0), (1.0, 0.8, 0.6, 0.4), (1e9, 2.0, 0.8, 0.5), (2.0, 1.7, 1.3, 1.0)]
 """Of as many tiers as there are, or two."""
@@ -54,7 +55,7 @@ class PageManagerMachine(RuleBasedStateMachine):
         manager = make_manager(
             make_format(tiers, page_tokens=page_tokens, position_bytes=position_bytes),
             policy=policy, layers=LAYERS, heads=HEADS, pages=pages, rows=ROWS + 1, segments=SEGMENTS,
-            max_tokens=LONGEST, loose_bounds=self.loose_bounds, blocks=blocks,
+            max_tokens=LONGEST, loose_bounds=self.loose_bounds, blocks=blocks, most_window=MOST_WINDOW,
         )  # fmt: skip
         manager.prompts.share_min_tokens, manager.prompts.tail = seal_from, window if tailed else 0
         if manager.pressure is not None:
@@ -80,6 +81,8 @@ class PageManagerMachine(RuleBasedStateMachine):
             return self.release(data)
         row = data.draw(st.sampled_from(self.model.free_rows()))
         model = RowModel(np.zeros((LAYERS, HEADS, 0), np.int64))
+        if own := data.draw(st.sampled_from([0, 0, 1, 7, MOST_WINDOW])):
+            self.manager.windows.keep(row, own)
         ends, frozen = self.model.reachable(), self.model.freeze([])
         if ends and data.draw(st.sampled_from([True, True, False])):
             last = data.draw(st.sampled_from(ends))
@@ -126,12 +129,14 @@ class PageManagerMachine(RuleBasedStateMachine):
         for row in rows:
             if not counts.get(row, models[row].length):
                 del models[row]
+                self.manager.windows.forget(row)
         for row in counts:
             model = models[row]
             model.grow(model.chunks.pop(0))
             if not model.chunks:
-                model.end_prompt(visible(self.state, row), self.model.policy, self.model.tiers)
-                seal_from, tail = self.manager.prompts.share_min_tokens, self.manager.prompts.tail
+                model.end_prompt(visible(self.state, row), self.manager.windows.policy_of(row), self.model.tiers)
+                seal_from = self.manager.prompts.share_min_tokens
+                tail = self.manager.windows.window_of(row) if self.manager.prompts.tail else 0
                 self.session.end_prompt(row)
                 if seal_from is not None and model.length - model.shared >= seal_from:
                     model.own_from = model.length
@@ -160,7 +165,7 @@ class PageManagerMachine(RuleBasedStateMachine):
                 return self.model.check(frozen, rows)
             for row in rows:
                 models[row].grow(1)
-                models[row].end_decode(visible(self.state, row), self.model.policy, self.model.tiers)
+                models[row].end_decode(visible(self.state, row), self.manager.windows.policy_of(row), self.model.tiers)
             self.session.end_decode(rows, found)
             assert before - self.manager.device.free_pages() <= safe
             self.model.check(frozen, rows)
