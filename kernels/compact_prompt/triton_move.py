@@ -35,10 +35,8 @@ from sglang_diffkv.kernels.triton_tokens import (
     store_tokens,
 )
 
-WARPS = 8
-"""Of a compaction program. A GPU holds few of these, so each page is shared among many threads."""
-THREADS = tl.constexpr(32 * WARPS)
-"""Threads of it: references are dropped one a thread, so that no atomic is repeated."""
+THREADS = tl.constexpr(128)
+"""Threads of a compaction program: references are dropped one a thread, so that no atomic is repeated."""
 
 
 @triton.jit
