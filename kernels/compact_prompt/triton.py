@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from sglang_diffkv.kernels.attach.triton import ENTRIES
-from sglang_diffkv.kernels.compact_prompt.triton_move import WARPS, compact_kernel, return_kernel, spare_kernel
+from sglang_diffkv.kernels.compact_prompt.triton_move import compact_kernel, return_kernel, spare_kernel
 from sglang_diffkv.kernels.cuts import Cuts
 from sglang_diffkv.kernels.prefix_sum.triton import return_spans
 from sglang_diffkv.kernels.triton_ring import Spans
@@ -86,7 +86,7 @@ def compact_prompts(
         state.page_table, state.range_lo, state.range_hi, state.row_blocks, state.entries, state.own_entry,
         state.own_tokens, state.hole, state.fault, state.refcount, state.num_pages,
         **format_constants(fmt), MAX_BLOCKS=state.row_blocks.shape[1], L=state.row_layers, H=state.num_heads,
-        WHOLE=cuts.values is not None, TAILED=tails is not None, num_warps=WARPS, **SAME_BITS,
+        WHOLE=cuts.values is not None, TAILED=tails is not None, num_warps=4, **SAME_BITS,
     )  # fmt: skip
     return_spans(state.counters, freed, workspace.places)
     return_kernel[(count,)](

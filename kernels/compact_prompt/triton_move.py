@@ -10,8 +10,6 @@ A prompt's *tail* may begin a page of its own: that is one page more, spare as w
 other own pages have been given out, so the entry of one of these may be overwritten; a program remembers that one.
 """
 
-import os
-
 import triton
 import triton.language as tl
 
@@ -37,10 +35,8 @@ from sglang_diffkv.kernels.triton_tokens import (
     store_tokens,
 )
 
-WARPS = int(os.environ.get("COMPACT_WARPS", "8"))
-"""Of a compaction program. A GPU holds few of these, so each page is shared among many threads."""
-THREADS = tl.constexpr(32 * WARPS)
-"""Threads of it: references are dropped one a thread, so that no atomic is repeated."""
+THREADS = tl.constexpr(128)
+"""Threads of a compaction program: references are dropped one a thread, so that no atomic is repeated."""
 
 
 @triton.jit
