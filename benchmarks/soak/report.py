@@ -185,7 +185,7 @@ def problems(result: dict[str, Any], max_growth: float) -> list[str]:
             found.append(f"the {role} process grew by {rate:.1f} MiB a minute")
     if result.get("spoiled") is not None:
         store = {"hits": 0, "refused": 0, **result["store"]}
-        if not (store["hits"] and store["refused"]):
-            found.append(f"the store was not tried: {store['hits']} hits, {store['refused']} bad objects")
+        if not store["hits"] + store["refused"]:
+            found.append("the store was not tried: no request found anything there, good or bad")
     found += [f"log: {line}" for line in result["log"]["wrong"]]
     return found

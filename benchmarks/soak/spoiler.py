@@ -13,7 +13,7 @@ from types import TracebackType
 
 from sglang_diffkv.mem_pool.object_folder import FOLDER, SUFFIX
 
-SECONDS = 0.3
+SECONDS = 1.0
 """Between two damages."""
 
 SHARE_OF_ALL = 0.01

@@ -139,7 +139,7 @@ def _args(**changes: object) -> SimpleNamespace:
         ({"speculative_algorithm": "NGRAM", "speculative_ngram_external_sam_budget": 3}, "an external corpus"),
         ({"speculative_algorithm": "NGRAM", "speculative_num_draft_tokens": 17}, "--speculative-num-draft-tokens 17"),
         ({"disaggregation_mode": "prefill"}, "--disaggregation-mode"),
-        ({"enable_hierarchical_cache": True, "tp_size": 2}, "--enable-hierarchical-cache with several ranks"),
+        ({"enable_hierarchical_cache": True, "kv_canary": "log"}, "--enable-hierarchical-cache with --kv-canary"),
         ({"page_size": 16}, "--page-size 16"),
         ({"tp_size": 2, "attn_cp_size": 2}, "--attn-cp-size"),
         ({"tp_size": 2, "dcp_size": 2}, "--dcp-size"),

@@ -73,6 +73,12 @@ def test_problems():
         assert said in problems({**fine_result(), key: value}, 1.0)[0]
 
 
+def test_a_store_that_nothing_was_asked_of_was_not_tried():
+    for store, tried in (({}, False), ({"hits": 0, "refused": 0}, False), ({"hits": 1, "refused": 0}, True)):
+        found = problems({**fine_result(), "spoiled": {"cut": 3}, "store": store}, 1.0)
+        assert (found == []) == tried and (tried or "the store was not tried" in found[0])
+
+
 def test_memory_and_log():
     assert slope([0.0, 1.0, 2.0], [1.0, 3.0, 5.0]) == pytest.approx(2.0) and slope([1.0], [1.0]) == 0.0
     samples = [{"time": 60.0 * i, "rss": {"scheduler": 100.0 + 3 * max(i, 10)}} for i in range(20)]

@@ -9,7 +9,7 @@ from array import array
 
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import rule
+from hypothesis.stateful import precondition, rule
 
 from sglang_diffkv.mem_pool.segment_object import Origin
 from sglang_diffkv.mem_pool.stored_segments import StoredSegments
@@ -97,6 +97,18 @@ class StoreMachine(HostMachine):
             self.write()
         while self.disk.report()["waiting"] and time.monotonic() < end:
             self.write()
+
+    @precondition(lambda self: not self.running)
+    @rule()
+    def flush(self) -> None:
+        """What a store that hangs is still writing to is nobody else's yet."""
+        self.tree.reset()
+        self.pool.clear()
+        self.allocator.clear()
+        manager = self.manager
+        assert manager.saved is not None and manager.saved_segments is not None
+        coming = sum(count for runs in manager.saved_segments.incoming for _, count in runs)
+        assert manager.saved.host.used == coming and not self.host.index.tokens and not self.host.old_weights.left
 
     @rule()
     def hang_or_answer(self) -> None:
