@@ -11,6 +11,17 @@ import zmq
 
 from sglang_diffkv.evaluate.ports import Port
 
+FIELDS = {
+    "BlockStored": ("block_hashes", "parent_block_hash", "token_ids", "block_size", "lora_id", "medium"),
+    "BlockRemoved": ("block_hashes", "medium"),
+    "AllBlocksCleared": (),
+}
+"""Of events as SGLang 0.5.17 sends them: lists without names."""
+
+
+def _named(event: list[Any]) -> dict[str, Any]:
+    return {"type": event[0], **dict(zip(FIELDS[event[0]], event[1:], strict=True))}
+
 
 class Events:
     """What a listener to the KV events believes to be cached."""
@@ -39,7 +50,7 @@ class Events:
                 return
             self.next = int.from_bytes(number, "big") + 1
             for event in msgspec.msgpack.decode(payload)[1]:
-                self._take(event)
+                self._take(event if isinstance(event, dict) else _named(event))
 
     def _take(self, event: dict[str, Any]) -> None:
         if event["type"] == "AllBlocksCleared":

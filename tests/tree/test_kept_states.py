@@ -377,4 +377,7 @@ def test_sglang_counts_kept_states_as_evictable() -> None:
     assert sorted(world.tree.all_mamba_values_flatten().tolist()) == sorted(
         int(slot) for slot in world.tree.states.of_nodes.values()
     )
+    assert len(world.tree.all_values_flatten()) == 43
+    world.tree.reset()
+    assert world.tree.all_values_flatten().tolist() == [], "SGLang's report of a leak would end with another error"
     assert compat_states.state_slot(world.start(world.tokens(5))) is not None

@@ -409,6 +409,11 @@ class DiffKVPrefixCache(EvictingTree):
     def mamba_protected_size(self) -> int:
         return 0
 
+    def all_values_flatten(self) -> torch.Tensor:
+        """KV slots of all nodes, also where there are none: SGLang asks for its report of a leak."""
+        nodes = self.root_node.children
+        return super().all_values_flatten() if nodes else torch.empty(0, dtype=torch.int64)
+
     def all_mamba_values_flatten(self) -> torch.Tensor:
         kept = list(self.states.of_nodes.values())
         return torch.cat(kept) if kept else torch.empty(0, dtype=torch.int64)
