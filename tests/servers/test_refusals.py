@@ -674,5 +674,5 @@ def test_the_documentation_has_what_is_allowed() -> None:
     for kind in get_args(PolicyConfig):
         for name in set(kind.model_fields) - {"name"}:
             allowed = _in_a_table(kind_of(kind, name).describe())
-            row = f"`policy.{name}` of `{kind.model_fields['name'].default}` | {allowed} |"
+            row = f"`{kind.model_fields['name'].default}.{name}` | {allowed} |"
             assert f"| {row}" in told, row
