@@ -38,6 +38,8 @@ VERSION_TESTS := tests/servers/test_refusals.py tests/servers/test_hooks.py test
 	tests/servers/test_server_mixed_chunks.py::test_a_small_pool \
 	tests/servers/test_server_kv_dtype.py \
 	tests/servers/test_backend.py::test_models_that_write_k_and_v_themselves_find_the_pool \
+	tests/servers/test_own_means.py \
+	tests/servers/test_server_own_means.py::test_layers_that_slide_are_read_with_their_windows \
 	tests/servers/test_hybrids.py tests/servers/test_server_hybrids.py::test_lossless_gives_the_tokens_of_transformers \
 	tests/tree/test_kept_states.py tests/servers/test_server_kept_states.py::test_what_is_found
 # How tests are spread over the processes: tests/conftest.py.

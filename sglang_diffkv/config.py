@@ -34,6 +34,9 @@ CONFIG_ENV = "SGLANG_DIFFKV_CONFIG"
 CHECK_ENV = "SGLANG_DIFFKV_CHECK_INTEGRITY"
 """Set to k, a server checks ring, tables, counts and tree after every k-th step (slow; for tests and bug reports)."""
 
+CACHE_ENV = "SGLANG_DIFFKV_CACHE_DIR"
+"""Names the folder where a server keeps what it has measured of models."""
+
 UNTRIED_ENV = "SGLANG_DIFFKV_UNTRIED"
 """If it is set, what was not seen to be right on a GPU is not refused there."""
 

@@ -20,8 +20,8 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
         "policy": {"name": "diffkv", "alpha_high": 1e9, "window": 252, "sinks": 4},
     },
 }
-"""Name -> the fields that it sets. Fields that it leaves out are defaults, and no thresholds are looked up. Servers
-find key means themselves, which 8-bit keys do not need."""
+"""Name -> the fields that it sets. Fields that it leaves out are defaults, and no thresholds are looked up.
+Servers find key means themselves, which 8-bit keys do not need."""
 
 
 def preset_of(text: str) -> str:

@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import os
 import subprocess
+import tempfile
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -66,8 +67,17 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    config.add_cleanup(entered(own_cache()))
     if os.environ.get("TRITON_INTERPRET") == "1":
         config.add_cleanup(entered(quick()))
+
+
+@contextmanager
+def own_cache() -> Iterator[None]:
+    """What servers of tests measure of their models is kept for this run alone."""
+    with tempfile.TemporaryDirectory(prefix="diffkv-cache-") as folder:
+        os.environ.setdefault("SGLANG_DIFFKV_CACHE_DIR", folder)
+        yield
 
 
 def entered(context: AbstractContextManager[Any]) -> Callable[[], object]:

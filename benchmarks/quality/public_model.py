@@ -80,6 +80,8 @@ BEGINNINGS = [
 ]
 """What models go on with that do not chat."""
 LOSSLESS = "lossless"
+START_SECONDS = 900.0
+"""That a server may take, on a CPU that has much else to do."""
 
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -193,11 +195,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.fetch_only:
         return 0
     room, config = ["--max-total-tokens", "8000"], json.loads(args.diffkv_config)
-    with Server(str(args.folder), stock_backend(), room) as server:
+    path = str(args.folder)
+    with Server(path, stock_backend(), room, timeout=START_SECONDS) as server:
         stock = answers(server, model, args.max_new_tokens)
-    with Server(str(args.folder), "diffkv", room, diffkv_config=LOSSLESS) as server:
+    with Server(path, "diffkv", room, diffkv_config=LOSSLESS, timeout=START_SECONDS) as server:
         lossless = answers(server, model, args.max_new_tokens)
-    with Server(str(args.folder), "diffkv", room, diffkv_config=config) as server:
+    with Server(path, "diffkv", room, diffkv_config=config, timeout=START_SECONDS) as server:
         ours = answers(server, model, args.max_new_tokens)
         finished = finished_usage(server, len(ours))
     asked = [x.replace("\n", " ")[-60:] for x in (QUESTIONS if model.chats else BEGINNINGS)]

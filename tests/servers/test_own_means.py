@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from benchmarks.paths import NANO
+from sglang_diffkv.config import CACHE_ENV
 from sglang_diffkv.errors import ConfigError
 from sglang_diffkv.files import private_folder
 from sglang_diffkv.key_means import SINKS, KeySums, read_key_means
@@ -27,7 +28,7 @@ PLAIN = (Scaling(0.1),)
 
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv(own_means.CACHE_ENV, str(tmp_path / "cache"))
+    monkeypatch.setenv(CACHE_ENV, str(tmp_path / "cache"))
     monkeypatch.setattr(own_means, "_found", None)
     monkeypatch.setattr(compat, "resolved", lambda args: args)
     return tmp_path / "cache"
@@ -114,7 +115,7 @@ def test_a_folder_that_others_may_write_to_is_not_used(passes: list[list[int]], 
     folder.chmod(0o777)
     assert own_means.find(runner(), PLAIN, None) is not None
     assert not list(folder.iterdir()) and own_means.report()["file"] is None
-    assert "others may write to it" in own_means.report()["how"] and own_means.CACHE_ENV in own_means.report()["how"]
+    assert "others may write to it" in own_means.report()["how"] and CACHE_ENV in own_means.report()["how"]
     with pytest.raises(ConfigError, match="others may write"):
         private_folder(folder)
 
@@ -190,4 +191,4 @@ def test_the_text_is_of_the_package_and_long_enough() -> None:
     from sglang_diffkv.evaluate.prompts import load_tokenizer
 
     assert len(load_tokenizer(str(NANO))(own_means.text())["input_ids"]) >= own_means.TOKENS
-    assert os.environ[own_means.CACHE_ENV] == str(own_means.cache_folder())
+    assert os.environ[CACHE_ENV] == str(own_means.cache_folder())

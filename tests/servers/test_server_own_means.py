@@ -10,6 +10,7 @@ import torch
 
 from benchmarks.paths import NANO
 from benchmarks.quality.random_windows import make_gemma3
+from sglang_diffkv.config import CACHE_ENV
 from sglang_diffkv.evaluate import client
 from sglang_diffkv.evaluate.prompts import load_tokenizer
 from sglang_diffkv.evaluate.server import Server
@@ -43,7 +44,7 @@ def own(model: Path) -> torch.Tensor:
 
 @pytest.mark.full
 def test_a_server_measures_its_model(tmp_path: Path, server_of: Callable[..., Server]) -> None:
-    env = {**STRICT, own_means.CACHE_ENV: str(tmp_path)}
+    env = {**STRICT, CACHE_ENV: str(tmp_path)}
     server = server_of("diffkv", ROOM, config=AUTO, env=env)
     expected = own(NANO)
     means = read_key_means(str(found_of(server)), *expected.shape)
@@ -53,7 +54,7 @@ def test_a_server_measures_its_model(tmp_path: Path, server_of: Callable[..., Se
 
 
 def test_each_rank_has_the_means_of_its_heads(tmp_path: Path, server_of: Callable[..., Server]) -> None:
-    env = {**STRICT, own_means.CACHE_ENV: str(tmp_path), "SGLANG_CPU_OMP_THREADS_BIND": "0|0"}
+    env = {**STRICT, CACHE_ENV: str(tmp_path), "SGLANG_CPU_OMP_THREADS_BIND": "0|0"}
     server = server_of("diffkv", ["--tp-size", "2", *ROOM], config=AUTO, env=env)
     first, expected = found_of(server), own(NANO)
     files = [first, *(x for x in tmp_path.iterdir() if x != first)]
@@ -67,7 +68,7 @@ def test_layers_that_slide_are_read_with_their_windows(tmp_path: Path, server_of
     """The last layer sees all; its keys depend on five layers that do not."""
     model = tmp_path / "model"
     make_gemma3(model)
-    env = {**STRICT, own_means.CACHE_ENV: str(tmp_path / "cache")}
+    env = {**STRICT, CACHE_ENV: str(tmp_path / "cache")}
     server = server_of("diffkv", ROOM, model=model, config=AUTO, env=env)
     from transformers import AutoModelForCausalLM
 

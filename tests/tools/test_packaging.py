@@ -51,8 +51,7 @@ def tracked() -> list[str]:
 
 @pytest.fixture(scope="module")
 def packaged(tracked: list[str]) -> set[str]:
-    """What a package has to hold: modules, shipped thresholds and texts, the mark that types are there; kernels inside
-    of it."""
+    """What a package has to hold: modules, shipped thresholds, a text, the mark that types are there, and kernels."""
     shipped = (".py", ".json", ".txt", ".cu", ".cuh", ".hpp", "/py.typed")
     expected = {name for name in tracked if name.startswith("sglang_diffkv/") and name.endswith(shipped)}
     assert any(name.endswith(".json") for name in expected) and "sglang_diffkv/py.typed" in expected

@@ -21,6 +21,7 @@ import numpy as np
 import torch
 
 from sglang_diffkv import __version__
+from sglang_diffkv.config import CACHE_ENV
 from sglang_diffkv.errors import ConfigError
 from sglang_diffkv.files import named, private_folder
 from sglang_diffkv.key_means import SINKS, KeySums, read_key_means, write_key_means
@@ -33,8 +34,6 @@ from sglang_diffkv.srt.versions import compat
 
 logger = logging.getLogger(__name__)
 
-CACHE_ENV = "SGLANG_DIFFKV_CACHE_DIR"
-"""Names the folder where a server keeps what it has measured of models."""
 FORMAT = 1
 """Raised where means of an older package are not to be used."""
 TOKENS = 4096
