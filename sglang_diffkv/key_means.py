@@ -85,11 +85,18 @@ def read_key_means(path: str, layers: int, kv_heads: int, head_dim: int) -> torc
         raise ConfigError(f"{what} {error}") from None
     except (OSError, SafetensorError):
         raise ConfigError(f"{what} is not a file of key means: {again}") from None
-    if not means.isfinite().all():
-        raise ConfigError(f"{what} holds numbers that are not finite: {again}")
-    if means.abs().max() > MOST_KEY_MEAN:
-        raise ConfigError(f"{what} holds numbers beyond {MOST_KEY_MEAN:,.0f}, which no key's mean is: {again}")
+    if why := impossible(means):
+        raise ConfigError(f"{what} holds {why}: {again}")
     return means.float()
+
+
+def impossible(means: torch.Tensor) -> str:
+    """What no key's mean is, of what ``means`` hold; empty if they can be taken off keys."""
+    if not means.isfinite().all():
+        return "numbers that are not finite"
+    if means.abs().max() > MOST_KEY_MEAN:
+        return f"numbers beyond {MOST_KEY_MEAN:,.0f}, which no key's mean is"
+    return ""
 
 
 def of_rank(means: torch.Tensor, rank: int, ranks: int, heads: int) -> torch.Tensor:

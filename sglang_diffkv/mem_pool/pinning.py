@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import ctypes
+import logging
 import threading
 from collections.abc import Callable
 
 import torch
+
+logger = logging.getLogger(__name__)
 
 HUGE_PAGE, POPULATE_WRITE = 14, 23
 """Advice that Linux takes (``madvise``): large pages of the operating system, and all of them now. An older kernel
@@ -14,6 +17,9 @@ knows the second one not; then pinning itself brings the pages in, and takes lon
 
 AHEAD_BYTES = 1 << 30
 """What is pinned before anybody takes it."""
+
+UNKNOWN = -1
+"""Where there is no error of CUDA's, but an exception, which the log has."""
 
 Register = Callable[[torch.Tensor], int]
 """Pins a tensor's bytes and no others: CUDA's error, 0 for none."""
@@ -59,7 +65,17 @@ class Pinning:
 
     def _run(self, device: int | None) -> None:
         """What the thread does. It is a thread of its own for one more reason: CUDA remembers a thread's last error,
-        and PyTorch would take it for one of the next kernel. A new thread is on the first GPU until it is told."""
+        and PyTorch would take it for one of the next kernel."""
+        try:
+            self._pin_all(device)
+        except Exception:
+            logger.exception("DiffKV: no more host memory is pinned")
+            with self._changed:  # whoever waits does not wait for ever
+                self.error = UNKNOWN
+                self._changed.notify_all()
+
+    def _pin_all(self, device: int | None) -> None:
+        """A new thread is on the first GPU until it is told another."""
         if device is not None:
             torch.cuda.set_device(device)
         while not self.error and self.ready < len(self._pages):
@@ -68,19 +84,11 @@ class Pinning:
             upto = min((self.ready // self._part + 1) * self._part, len(self._pages))
             memory = self._pages[self.ready : upto]
             _advise(memory, POPULATE_WRITE)
-            error = _called(self._register, memory)
+            error = self._register(memory)
             with self._changed:
                 self.error = error
                 self.ready = self.ready if error else upto
                 self._changed.notify_all()
-
-
-def _called(register: Register, memory: torch.Tensor) -> int:
-    """What pins the memory, or -1 if it raised."""
-    try:
-        return register(memory)
-    except Exception:
-        return -1
 
 
 def _advise(memory: torch.Tensor, advice: int) -> None:

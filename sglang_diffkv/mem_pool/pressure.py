@@ -53,8 +53,8 @@ class Pressure:
     def _is_due(self, row: int) -> bool:
         if row in self.high or row not in self.rows or self.rows.in_prompt(row) or row in self.counts.faulted:
             return False
-        if self.windows.window_of(row) <= self.rule.window:
-            return False
+        if row in self.windows or self.windows.window_of(row) <= self.rule.window:
+            return False  # a request that has asked for a window of its own keeps it
         begun = max(self.rows.shared(row), self.rows.frozen(row) or 0, self._done_at.get(row, 0))
         return self.rows.length(row) - begun >= self.rule.window + self.least_growth
 

@@ -60,9 +60,10 @@ class RowWindows:
             self._mark(row, EMPTY)
 
     def forget_all(self) -> None:
-        """All rows have the policy's window."""
+        """All rows have the policy's window, and no request waits for another."""
         for row in sorted(self._windows):
             self.forget(row)
+        self.ragged = False
 
     def _mark(self, row: int, window: int) -> None:
         with self.device.launching():

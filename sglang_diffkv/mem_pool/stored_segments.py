@@ -12,6 +12,7 @@ server's.
 
 from __future__ import annotations
 
+import hashlib
 import heapq
 import logging
 import os
@@ -20,8 +21,9 @@ import secrets
 import threading
 import time
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any, BinaryIO
 
 import numpy as np
@@ -89,11 +91,18 @@ class Found:
     size: int
     room: int
 
-    @property
+    @cached_property
     def key_numbers(self) -> tuple[int, ...]:
-        """What ranks have to agree on, each of which has an object of its own."""
-        header = self.head.header
-        return self.head.lo, self.head.hi, self.reach, header["first"], header["end"], int(header["as_computed"])
+        """What ranks have to agree on, each of which has an object of its own. The last one tells the tokens: a rank
+        may find others of as many tokens, which part from the prefix at the same position."""
+        header, tokens = self.head.header, hashlib.blake2b(self.head.tokens.tobytes(), digest_size=7).digest()
+        where = (self.reach, self.head.hi, self.head.lo, header["first"], header["end"], int(header["as_computed"]))
+        return *where, int.from_bytes(tokens, "big")
+
+    @property
+    def identity(self) -> Hashable:
+        """The same for two lookups on one rank if it is on the others. Names are not: each rank has its own."""
+        return self.key, self.key_numbers
 
 
 @dataclass(eq=False)
@@ -298,7 +307,7 @@ class StoredSegments:
             ]
             for x in here:  # another object may begin where this one ends, or where it goes another way
                 heapq.heappush(starts, x.reach)
-            furthest = max(here, key=lambda x: x.reach, default=None)
+            furthest = max(here, key=lambda x: x.key_numbers, default=None)  # not by names, which ranks have their own
             if furthest is not None and furthest.reach > covered:
                 found.append(furthest)
                 covered = furthest.reach

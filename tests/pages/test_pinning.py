@@ -66,10 +66,22 @@ def _raises(memory: torch.Tensor) -> int:
     raise RuntimeError("no driver")
 
 
-@pytest.mark.parametrize(("register", "error"), [(lambda memory: 2, 2), (_raises, -1)])
+@pytest.mark.parametrize(("register", "error"), [(lambda memory: 2, 2), (_raises, pinning.UNKNOWN)])
 def test_what_the_system_does_not_let_be_pinned_is_no_wait_for_ever(
     register: Callable[[torch.Tensor], int], error: int, pages: torch.Tensor
 ) -> None:
     found = Pinning(pages, PART, register)
     assert not found.want(1) and found.error == error and found.ready == 0
     assert not found.want(50)
+
+
+def test_a_thread_that_fails_elsewhere_is_no_wait_for_ever(
+    monkeypatch: pytest.MonkeyPatch, pages: torch.Tensor
+) -> None:
+    found = Pinning(pages, PART, lambda memory: 0)
+
+    def advise(memory: torch.Tensor, advice: int) -> None:
+        raise OSError("no such call")
+
+    monkeypatch.setattr(pinning, "_advise", advise)
+    assert not found.want(1) and found.error == pinning.UNKNOWN

@@ -152,11 +152,36 @@ def test_without_them_a_server_says_why(
     assert own_means.report() == {"found": False, "how": own_means.report()["how"]} and why in own_means.report()["how"]
 
 
+@pytest.mark.parametrize("value", [float("inf"), float("nan"), 1e9])
+def test_keys_that_no_model_has_give_no_means(
+    value: float, folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def read(_: Any, ids: list[int], seen: Callable[[int, torch.Tensor], None]) -> None:
+        for layer in range(LAYERS):
+            seen(layer, torch.full((len(ids), HEADS, DIM), value if layer else 1.0))
+
+    monkeypatch.setattr(own_means, "read", read)
+    assert own_means.find(runner(), PLAIN, None) is None and not own_means.report()["found"]
+    assert "has no effect: they hold numbers" in caplog.text and not list(folder.glob("*.safetensors"))
+
+
+def test_a_device_without_memory_to_read_gives_no_means(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def read(*_: Any) -> None:
+        raise torch.OutOfMemoryError("full")
+
+    monkeypatch.setattr(own_means, "read", read)
+    assert own_means.find(runner(), PLAIN, None) is None
+    assert "too little memory left to read a text" in caplog.text
+
+
 def test_all_ranks_read_or_none(passes: list[list[int]]) -> None:
     """One rank has kept them and another has not, or another cannot read a text."""
     own_means.find(runner(Ranks(2, 0, lambda numbers: numbers)), PLAIN, None)
     assert len(passes) == 1
-    answers = [np.array([0]), None, np.array([1])]  # can read; equal tokens; the other has none
+    # can read; equal tokens; the other has none; what was measured can be
+    answers = [np.array([0]), None, np.array([1]), np.array([0])]
 
     def other(numbers: np.ndarray) -> np.ndarray:
         answer = answers.pop(0)

@@ -6,6 +6,7 @@ requests and give their tokens other scores.
 
 from __future__ import annotations
 
+import shutil
 import threading
 from array import array
 from collections.abc import Callable
@@ -335,6 +336,47 @@ def test_ranks_find_in_a_store_what_all_of_them_find(
             return found_by(member, until)
 
         assert second.pair.each(find_late) == [63] * 2, "what came late is lost"
+
+
+def test_ranks_take_the_same_of_objects_that_part_at_one_position(tmp_path: Path) -> None:
+    """Two prompts of one length begin alike. Each rank lists them in an order of its own."""
+    one, two, third = (array("q", [*range(40), *range(first, first + 30), 9]) for first in (500, 600, 700))
+    for prompt in (one, two):  # neither finds the other
+
+        def write(member: Any, prompt: Any = prompt) -> None:
+            member.admit_tokens(prompt[:])
+            member.extend(49)
+            member.extend(49)
+            member.decode(12)
+            member._leave(member.running[-1], insert=True)
+            while member.manager.ranks.largest(np.array([member.host.report_of_store()["written"] < 2]))[0]:
+                member.write()
+
+        folder = tmp_path / ("one" if prompt is one else "store")
+        folder.mkdir()
+        with_store(folder, PATIENT).each(write)
+    shutil.copytree(tmp_path / "one", tmp_path / "store", dirs_exist_ok=True)
+    machine = with_store(tmp_path / "store", PATIENT)
+    for member in machine.pair.members:
+        stored, sign = member.host.disk.stored, 1 if member.manager.ranks.rank else -1
+
+        def ordered(key: str, stored: Any = stored, sign: int = sign, names: Any = stored.folder.names) -> list[str]:
+            def last_token(name: str) -> int:
+                data = Path(stored.folder._file(key, name)).read_bytes()
+                return sign * int(segment_object.decode(data)[0].tokens[-1])
+
+            return sorted(names(key), key=last_token)
+
+        stored.folder.names = ordered
+
+    def index(member: Any) -> list[tuple[int, list[int]]]:
+        return sorted((node.start, node.tokens.tolist()) for node in member.host.index.nodes())
+
+    assert machine.pair.each(lambda member: found_by(member, third)) == [40, 40]
+    assert len({str(x) for x in machine.pair.each(index)}) == 1, "ranks hold the tokens of different prompts"
+    machine.each(lambda member: member.tree.make_pages(member.manager.geometry.num_pages, partly=True))
+    assert len(set(machine.pair.each(lambda member: found_by(member, one)))) == 1
+    assert len({str(x) for x in machine.pair.each(index)}) == 1
 
 
 def test_a_fault_on_one_rank_ends_the_request_on_all() -> None:

@@ -24,7 +24,7 @@ from sglang_diffkv import __version__
 from sglang_diffkv.config import CACHE_ENV
 from sglang_diffkv.errors import ConfigError
 from sglang_diffkv.files import named, private_folder
-from sglang_diffkv.key_means import SINKS, KeySums, read_key_means, write_key_means
+from sglang_diffkv.key_means import SINKS, KeySums, impossible, read_key_means, write_key_means
 from sglang_diffkv.mem_pool.segment_object import canonical
 from sglang_diffkv.ops import Scaling
 from sglang_diffkv.srt.models.hybrids import has_states
@@ -87,12 +87,12 @@ def find(runner: Any, scalings: Sequence[Scaling], sinks: torch.dtype | None) ->
         why, ids = text_ids(compat.resolved(runner.server_args), runner.model_config)
     if ranks.largest(np.array([bool(why)], dtype=np.int64))[0]:
         why = why or "another rank cannot read a text"
-        logger.warning('DiffKV: "key_means": "auto" has no effect: %s. Keys are stored as they are.', why)
-        _found = Found(None, why, {})
+        _found = _without(why)
         return None
     ranks.require_equal("the tokens of the text that is read", ids)
     _found = _kept_or_measured(runner, ids)
-    logger.info("DiffKV: key means: %s", _found.said)
+    if _found.means is not None:
+        logger.info("DiffKV: key means: %s", _found.said)
     return _found.means
 
 
@@ -149,17 +149,31 @@ def _kept_or_measured(runner: Any, ids: list[int]) -> Found:
     if not ranks.largest(np.array([means is None], dtype=np.int64))[0]:
         return Found(means, f"of {named(file)}", {"tokens": len(ids) - SINKS, "file": str(file)})
     began, sums = time.perf_counter(), KeySums()
-    read(runner, ids, lambda layer, keys: sums.add(layer, keys))
+    try:
+        read(runner, ids, lambda layer, keys: sums.add(layer, keys))
+    except torch.OutOfMemoryError:
+        if not ranks.alone:  # the others are in the pass, and wait for this one
+            raise
+        return _without("the device has too little memory left to read a text")
     means = sums.means()
     took = time.perf_counter() - began
     if tuple(means.shape) != shape:
         raise RuntimeError(f"diffkv: the text was read with keys of {tuple(means.shape)}, and pages are of {shape}")
+    bad = impossible(means)
+    if ranks.largest(np.array([bool(bad)], dtype=np.int64))[0]:
+        return _without(f"they hold {bad or 'what no means are, on another rank'}")
     if file is not None:
         why = _keep(file, means, len(ids) - SINKS)
     where = f"kept in {named(file)}" if file is not None and not why else f"not kept, since {why}"
     said = f"measured in {took:.1f} s with {len(ids):,} tokens of text; {where}"
     facts = {"tokens": len(ids) - SINKS, "seconds": round(took, 2), "file": None if why else str(file)}
     return Found(means, said, facts)
+
+
+def _without(why: str) -> Found:
+    """No means, and a warning that says why."""
+    logger.warning('DiffKV: "key_means": "auto" has no effect: %s. Keys are stored as they are.', why)
+    return Found(None, why, {})
 
 
 def cache_folder() -> Path:

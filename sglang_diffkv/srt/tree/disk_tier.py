@@ -156,7 +156,7 @@ class DiskTier(NoDisk):
         self.stored, self.index, self.prefetch = stored, index, prefetch
         self._make_room, self._idle, self.ranks = make_room, idle, stored.saved.ranks
         self._fetches: list[Fetch] = []
-        self._loadings: dict[str, Loading] = {}
+        self._loadings: dict[Hashable, Loading] = {}
         self._coming: dict[SavedSegment, tuple[str, np.ndarray]] = {}
         self.counts, self.seconds_waited = dict.fromkeys(COUNTS, 0), 0.0
 
@@ -223,9 +223,9 @@ class DiskTier(NoDisk):
         for fetch, past in zip(self._fetches, late, strict=True):
             fetch.late = bool(past)
         self._looked([(*x, -length) for x, waits, length in zip(looking, asked, lengths, strict=True) if not waits])
-        for (name, x), waits, failed in zip(loading, unread, bad, strict=True):
+        for (which, x), waits, failed in zip(loading, unread, bad, strict=True):
             if not waits:
-                del self._loadings[name]
+                del self._loadings[which]
                 x.good = not failed
                 self._take_over(x)
         self._fetches = [x for x in self._fetches if x.lookup is not None or not self._arrived(x)]
@@ -268,7 +268,7 @@ class DiskTier(NoDisk):
             tokens = np.concatenate([lookup.tokens[: found.head.lo], found.head.tokens])
             if not self.index.lacks(fetch.space, tokens, found.head.lo):
                 continue
-            loading = self._loadings.get(found.name) or self._load(found, fetch.space, tokens)
+            loading = self._loadings.get(found.identity) or self._load(found, fetch.space, tokens)
             if loading is None:
                 return
             loading.fetches += 1
@@ -280,7 +280,7 @@ class DiskTier(NoDisk):
         if load is None:
             self.counts["no_host_memory"] += 1
             return None
-        loading = self._loadings[found.name] = Loading(load, space, tokens)
+        loading = self._loadings[found.identity] = Loading(load, space, tokens)
         return loading
 
     def _take_over(self, loading: Loading) -> None:
