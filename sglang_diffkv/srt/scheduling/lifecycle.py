@@ -121,7 +121,10 @@ class RequestLifecycle:
         ledger = self.ledger
         self._forget_refused()
         needed = compat.prompt_len(req) - compat.prefix_len(req)
-        path, fits_pages = self.tree.room_for(req.last_node, needed)
+        path = self.path(req)
+        self.tree.make_table_blocks(ledger.blocks_for(path, needed))
+        self.tree.make_kv_slots(needed)
+        fits_pages = ledger.admits(path, needed)
         compacts = chunk < needed and self._may_compact(req, path, needed, running)
         growth, fits = self.admission_rule.check(req, needed, running, ratio)
         return Admission(
@@ -151,10 +154,12 @@ class RequestLifecycle:
         return ledger.may_compact(path, needed, most)
 
     def admit(self, req: Any, admission: Admission, *, compacted: bool = False) -> None:
-        """The request runs: set aside what its prompt may take. ``compacted``: it is compacted between chunks."""
+        """The request runs: promise it what its prompt may take, and evict until free pages cover all promises and the
+        next step. ``compacted``: it is compacted between chunks."""
         if compacted:
             self.ledger.compact_between_chunks(req, admission.chunk)
-        self.tree.set_aside(req, admission.path, admission.needed)
+        self.ledger.promise(req, admission.path, admission.needed)
+        self.tree.make_pages(0, partly=True)
 
     def turn_away(self, req: Any, admission: Admission) -> bool:
         """The request waits for room. True if there may be some now: with nothing running, only the segments that its

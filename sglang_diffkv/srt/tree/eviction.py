@@ -21,7 +21,6 @@ from sglang_diffkv.layout.geometry import TABLE_BLOCK
 from sglang_diffkv.layout.spans import whole_tokens
 from sglang_diffkv.mem_pool.ledger import PageLedger
 from sglang_diffkv.mem_pool.page_manager import PageManager
-from sglang_diffkv.srt.tree.interface import Admitting
 from sglang_diffkv.srt.tree.parts import HostPrefixes, NodeListener, NodeStates, SessionRule
 
 WORTH_WAITING = 1024
@@ -29,7 +28,7 @@ WORTH_WAITING = 1024
 room lasts a full pool for many steps."""
 
 
-class EvictingTree(Admitting, RadixCache):
+class EvictingTree(RadixCache):
     """The part of ``DiffKVPrefixCache`` that gives pages back."""
 
     ledger: PageLedger

@@ -12,8 +12,8 @@ so.
 
 Another tree can stand here:
 
-- SGLang's unified tree (``docs/architecture.md`` says why it does not): a class like ``DiffKVPrefixCache`` with
-  ``Admitting``, over that tree's own nodes. Each node refers to a ``Segment``, and the tree counts their pages in the
+- SGLang's unified tree (``docs/architecture.md`` says why it does not): a class like ``DiffKVPrefixCache``
+  over that tree's own nodes. Each node refers to a ``Segment``, and the tree counts their pages in the
   ledger (``PageLedger.hold``, ``release``, ``lock``, ``unlock``). ``hooks/table.py`` puts it into SGLang
   (``default_radix_cache_factory``), and ``startup/wiring.py`` makes it.
 
@@ -23,40 +23,16 @@ before it is searched for a request that is being admitted.
 
 from __future__ import annotations
 
-from collections.abc import Hashable
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 from sglang_diffkv.layout.geometry import Path
 from sglang_diffkv.mem_pool.ledger import PageLedger
 
 
-class PromptRoom(NamedTuple):
-    """Where a prompt goes on (``path``), and whether what it still computes fits behind that with nothing
-    compressed."""
-
-    path: Path
-    fits: bool
-
-
 class PrefixTree(Protocol):
     """A tree of prefixes over segments of pages. Methods that make room evict what no request has locked, the least
     valuable first. They return whether there is as much room as asked for.
-
-    ``room_for`` and ``set_aside`` are for a prompt as a whole; ``Admitting`` has them for any tree.
     """
-
-    # Prompts
-
-    def room_for(self, node: Any, tokens: int) -> PromptRoom:
-        """Make room for a prompt's table blocks and KV slots, and see whether its pages fit, evicting what may go.
-
-        Args:
-            node: where the prefix that it has matched ends. It must be locked. tokens: those behind it.
-        """
-
-    def set_aside(self, req: Hashable, path: Path, tokens: int) -> None:
-        """The prompt is admitted: promise it what ``tokens`` behind ``path`` take, and evict until free pages cover all
-        promises and the next step."""
 
     ledger: PageLedger
 
@@ -109,23 +85,7 @@ class PrefixTree(Protocol):
         """Raise AssertionError unless the tree, its segments and the ledger agree."""
 
 
-class Admitting:
-    """What a tree does for a prompt as a whole, by its other methods."""
-
-    ledger: PageLedger
-
-    def room_for(self: PrefixTree, node: Any, tokens: int) -> PromptRoom:
-        path, ledger = self.path(node), self.ledger
-        self.make_table_blocks(ledger.blocks_for(path, tokens))
-        self.make_kv_slots(tokens)
-        return PromptRoom(path, ledger.admits(path, tokens))
-
-    def set_aside(self: PrefixTree, req: Hashable, path: Path, tokens: int) -> None:
-        self.ledger.promise(req, path, tokens)
-        self.make_pages(0, partly=True)
-
-
-class NoTree(Admitting):
+class NoTree:
     """A server without a prefix cache, or before SGLang has made it: nothing is shared, and nothing can be evicted."""
 
     def __init__(self, ledger: PageLedger):
