@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import hashlib
 import json
 import math
 import re
@@ -11,6 +12,7 @@ import subprocess
 import sys
 import threading
 import time
+import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -311,7 +313,8 @@ class _Echo(BaseHTTPRequestHandler):
         else:
             body = self.rfile.read(size)
         headers = {name.lower(): x for name, x in self.headers.items()}
-        told = {"method": self.command, "path": self.path, "headers": headers, "size": len(body)}
+        digest = hashlib.sha256(body).hexdigest()
+        told = {"method": self.command, "path": self.path, "headers": headers, "size": len(body), "digest": digest}
         data = gzip.compress(json.dumps(told).encode())
         status = 307 if self.path.startswith("/moved") else 404 if self.path.startswith("/none") else 200
         self.send_response(status, "As It Is")
@@ -367,6 +370,23 @@ def test_requests_and_answers_pass_through_as_they_are() -> None:
         assert large["size"] == 9 << 20
         assert requests.get(shadow.url, headers={"Connection": "upgrade", "Upgrade": "websocket"}, timeout=9).status_code == 501  # fmt: skip # noqa: E501
         assert shadow.told()["requests"]["forwarded"] == 22
+
+
+@pytest.mark.parametrize("chunked", [False, True])
+@pytest.mark.parametrize(("encoding", "pack_body"), [("gzip", gzip.compress), ("deflate", zlib.compress)])
+def test_a_packed_body_reaches_the_server_as_it_is(
+    encoding: str, pack_body: Callable[[bytes], bytes], chunked: bool
+) -> None:
+    """Its length and its encoding are those of the client, also where a copy is kept."""
+    body = pack_body(json.dumps({"text": "many words " * 5000}).encode())
+    with echo() as url, Shadow(url, NOBODY, share=1.0) as shadow:
+        for path in ("/other", GENERATE):
+            asked = {"data": iter([body[:50], body[50:]]) if chunked else body, "timeout": 10}
+            told = requests.post(shadow.url + path, headers={"Content-Encoding": encoding}, **asked).json()
+            assert (told["size"], told["digest"]) == (len(body), hashlib.sha256(body).hexdigest())
+            assert told["headers"]["content-encoding"] == encoding
+            assert told["headers"].get("content-length") == (None if chunked else str(len(body)))
+        assert settled(shadow, 1)["requests"]["left_out"] == {"unreadable": 1}
 
 
 def test_a_server_that_is_gone_or_breaks_off() -> None:
