@@ -182,6 +182,8 @@ def server_url(text: str) -> str:
         raise argparse.ArgumentTypeError("is no address: write http://HOST:PORT or https://HOST:PORT")
     if "@" in found.netloc:
         raise argparse.ArgumentTypeError(f"has a name or a password in it: a key belongs to {KEY_OPTION}")
+    if found.path.rstrip("/").endswith("/v1"):
+        raise argparse.ArgumentTypeError("ends in /v1: give the server's address without /v1, as http://HOST:PORT")
     return text.strip().rstrip("/")
 
 
