@@ -90,6 +90,7 @@ def test_server_command_lines(monkeypatch):
         ),
         (["--model", "m", "--config", "stock", "--config", "stock"], "a name of its own"),
         (["--model", "m", "--task", REFERENCE], "two task files"),
+        (["--model", "/no/such"], '--model "/no/such": no config.json there. Name a folder that has one'),
         (["--url", "http://127.0.0.1:9"], "no SGLang server answers"),
     ],
 )
