@@ -120,6 +120,16 @@ class Access:
             raise AccessError(self.refusal(url, path, reply.status_code), response=reply)
         return reply
 
+    def silence(self, url: str, timeout: float) -> str:
+        """Why nobody can be asked at ``url``; empty if somebody answers there, whatever that is."""
+        try:
+            self.get(url, "/server_info", timeout)
+        except AccessError as error:
+            return "" if error.response is not None else str(error)
+        except requests.RequestException:
+            return f"{url} does not answer"
+        return ""
+
     def refusal(self, url: str, path: str, status: int) -> str:
         """What is said of a reply with a status of ``REFUSED``."""
         option, env = (ADMIN_KEY_OPTION, ADMIN_KEY_ENV) if path in ADMIN_PATHS else (KEY_OPTION, KEY_ENV)
@@ -182,7 +192,16 @@ def server_url(text: str) -> str:
         raise argparse.ArgumentTypeError("is no address: write http://HOST:PORT or https://HOST:PORT")
     if "@" in found.netloc:
         raise argparse.ArgumentTypeError(f"has a name or a password in it: a key belongs to {KEY_OPTION}")
+    if found.path.rstrip("/").endswith("/v1"):
+        raise argparse.ArgumentTypeError("ends in /v1: give the server's address without /v1, as http://HOST:PORT")
     return text.strip().rstrip("/")
+
+
+def same_server(one: str, other: str) -> bool:
+    """Whether two values of ``server_url`` are one address, however it is written."""
+    first, second = map(urlsplit, (one, other))
+    ports = [x.port or {"http": 80, "https": 443}[x.scheme] for x in (first, second)]
+    return (first.hostname, ports[0], first.path) == (second.hostname, ports[1], second.path)
 
 
 def key_of(text: str, where: str) -> str:

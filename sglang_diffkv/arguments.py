@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import math
+import os
+import stat
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -35,6 +37,22 @@ def output_file(text: str) -> Path:
     path = Path(text)
     if problem := _unwritable(path):
         raise argparse.ArgumentTypeError(problem)
+    return path
+
+
+def input_file(text: str) -> Path:
+    """A file to read, or a pipe. Nothing of it is read here."""
+    path, why = Path(text), ""
+    try:
+        why = "is a folder, not a file" if stat.S_ISDIR(path.stat().st_mode) else ""
+    except OSError as error:
+        why = f"cannot be read: {error.strerror}"
+    except ValueError:  # a NUL, or half of a surrogate pair
+        why = "is no possible path"
+    if not why and not os.access(path, os.R_OK):
+        why = "cannot be read: Permission denied"
+    if why:
+        raise argparse.ArgumentTypeError(f"{named(path)} {why}")
     return path
 
 

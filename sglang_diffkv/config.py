@@ -19,7 +19,7 @@ from sglang_diffkv.policies.options import Strict
 from sglang_diffkv.policies.registry import PolicyConfig
 from sglang_diffkv.policies.uniform import UniformPolicyConfig
 from sglang_diffkv.presets import PRESETS, looks_like_a_name, preset_of
-from sglang_diffkv.refusals import PAGE, allowed_names, explain
+from sglang_diffkv.refusals import PAGE, did_you_mean, explain
 
 RotateName = Literal["none", "keys", "values", "both"]
 """What is rotated before it is stored."""
@@ -264,8 +264,9 @@ def read_config(source: str | None = None, given_by: str = CONFIG_OPTION) -> Dif
         except ConfigError as error:
             raise _about(error, subject) from None
     if looks_like_a_name(text) and not os.path.lexists(text):
-        allowed = allowed_names([*PRESETS], text.strip())
-        raise ConfigError(f"{given_by} is {named(text)}: {allowed}; or inline JSON, or the path of a file (see {PAGE})")
+        what = given_by if given_by.endswith(named(text)) else f"{given_by}: {named(text)}"
+        near = did_you_mean(text.strip(), [*PRESETS], as_text=True) or "."
+        raise ConfigError(f"{what} is no preset ({', '.join(PRESETS)}), JSON or file{near} See {PAGE}")
     subject = f"{given_by} ({named(text)})"
     try:
         return validated(parse_json(read_text(text)), subject)

@@ -70,6 +70,18 @@ def _check(found: os.stat_result, most: int) -> None:
         raise ConfigError(f"has {found.st_size:,} bytes; at most {most:,} are read")
 
 
+def missing_model(model: str) -> str:
+    """What is said of a model that is meant as a path and is not there; empty for a path that is, an id of Hugging Face
+    and an address."""
+    if "://" in model or not (model.startswith(("/", "./", "../")) or model.count("/") > 1):
+        return ""
+    try:
+        there = os.path.lexists(model)
+    except ValueError:  # a NUL, or half of a surrogate pair
+        there = False
+    return "" if there else f"{named(model)}: no config.json there. Name a folder that has one"
+
+
 def private_folder(path: Path) -> Path:
     """A folder that its user alone may write to, made if it is not there. Raises ConfigError for any other: who writes
     to it may change what a server computes."""

@@ -229,10 +229,12 @@ def _line(problem: Any, model: type[BaseModel], *, quote: bool) -> str:
 
 def allowed_names(names: Sequence[str], given: str) -> str:
     """Which names are allowed, and the nearest one to what was given."""
-    return f"allowed is {_one_of([shown(x) for x in names])}" + _meant(given, [str(x) for x in names], as_text=True)
+    return f"allowed is {_one_of([shown(x) for x in names])}" + did_you_mean(
+        given, [str(x) for x in names], as_text=True
+    )
 
 
-def _meant(given: str, names: Sequence[str], *, as_text: bool = False) -> str:
+def did_you_mean(given: str, names: Sequence[str], *, as_text: bool = False) -> str:
     """``did you mean``, if a name is near."""
     near = difflib.get_close_matches(given.lower()[:100], list(names), n=1, cutoff=0.6)
     return f"; did you mean {quoted(near[0]) if as_text else near[0]}?" if near else ""
@@ -243,7 +245,7 @@ def _unknown(place: Place, model: type[BaseModel], *, quote: bool) -> str:
     elsewhere = "" if place.name in own else _elsewhere(place, model)
     what = f"unknown field {shown(place.name)}" if quote else "unknown field"
     where = f" in {place.parent}" if place.parent else ""
-    meant = elsewhere or _meant(place.name, own)
+    meant = elsewhere or did_you_mean(place.name, own)
     return f"{what}{where}{meant}{'' if meant else ':'} allowed are {', '.join(own)}"
 
 

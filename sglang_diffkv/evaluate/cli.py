@@ -40,6 +40,7 @@ from sglang_diffkv.evaluate.summary import summarise
 from sglang_diffkv.evaluate.table import report_page, tables
 from sglang_diffkv.evaluate.tasks import LOADERS, Options, TaskFileError, load_task
 from sglang_diffkv.evaluate.tasks.reference import LEVELS
+from sglang_diffkv.files import missing_model
 
 KIND_ARGUMENTS = ("max_prompt_tokens", "run_generated_code")
 WINDOW_ARGUMENTS = ("prefix_tokens", "window_tokens", "top_logprobs")
@@ -219,6 +220,8 @@ def evaluate_model(
 def run(args: argparse.Namespace) -> int:
     """Ask what is left to ask and print the tables; 1 with the reason if that is not possible."""
     try:
+        if missing := missing_model(args.model or ""):
+            raise ConfigError(f"--model {missing}")
         configurations = [parse_configuration(spec, args.model) for spec in args.config or DEFAULT_CONFIGS]
         names = [configuration.name for configuration in configurations]
         if len(set(names)) < len(names):

@@ -19,6 +19,8 @@ from sglang_diffkv.evaluate.server import Server, has_gpu, stock_backend
 from sglang_diffkv.presets import PRESETS, preset_of
 
 STOCK, FP8 = "stock", "fp8"
+DEFAULT = "default"
+"""How tables name the default configuration, which is no word for one."""
 FP8_DTYPE = "fp8_e4m3"
 ELEMENT_RATIO = {"auto": 1.0, "bfloat16": 1.0, "fp8_e4m3": 0.5, "fp8_e5m2": 0.5}
 """Bytes of a stock cache's element over those of bf16, by ``--kv-cache-dtype``; fp8 keeps no scales by token."""
@@ -108,7 +110,8 @@ def parse_configuration(spec: str, model: str | None = None) -> Configuration:
         source = name
     elif not equals or not source.strip():
         presets = ", ".join(map(repr, PRESETS))
-        raise ConfigError(f"expected {STOCK!r}, {FP8!r}, {presets} or NAME=JSON, got {spec!r}")
+        written = f" (write {name}={{}})" if name == DEFAULT else ""
+        raise ConfigError(f"expected {STOCK!r}, {FP8!r}, {presets} or NAME=JSON, got {spec!r}{written}")
     if name in (STOCK, FP8):
         raise ConfigError(f"{name!r} is stock SGLang; give the configuration {source!r} another name")
     config, origin = (load_config(source), "") if model is None else resolve(source, model)

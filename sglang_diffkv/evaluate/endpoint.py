@@ -48,6 +48,8 @@ class Endpoint:
             return cls(url, int(reply.json()["data"][0]["max_model_len"]), owned, access=access)
         except AccessError as error:
             raise EvaluationError(str(error)) from None
+        except (requests.ConnectionError, requests.Timeout):
+            raise EvaluationError(f"no SGLang server answers at {url}") from None
         except (requests.RequestException, LookupError, TypeError, ValueError) as error:
             raise EvaluationError(f"no SGLang server answers at {url}: {error}") from error
 

@@ -30,8 +30,8 @@ from rich.console import Console
 from rich.table import Table
 
 from sglang_diffkv import bounds
-from sglang_diffkv.access import KEY_OPTION, access_of, add_access_arguments, key_of, server_url
-from sglang_diffkv.arguments import number, output_file
+from sglang_diffkv.access import KEY_OPTION, access_of, add_access_arguments, key_of, same_server, server_url
+from sglang_diffkv.arguments import input_file, number, output_file
 from sglang_diffkv.files import named
 from sglang_diffkv.shadow.exchange import MOST_BYTES, Exchange, LeftOut, exchange_of_line
 from sglang_diffkv.shadow.judge import Judge
@@ -77,7 +77,9 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--timeout", type=number(bounds.Patience), default=120.0, help="seconds for an answer (default: %(default)s)"
     )
-    parser.add_argument("--file", type=Path, metavar="FILE", help="judge the requests of this file, and no traffic")
+    parser.add_argument(
+        "--file", type=input_file, metavar="FILE", help="judge the requests of this file, and no traffic"
+    )
     parser.add_argument("--html", type=output_file, metavar="FILE", help="with --file: also write the page")
     parser.add_argument("--json", type=output_file, metavar="FILE", help="with --file: also write the figures as JSON")
     add_access_arguments(parser)
@@ -88,6 +90,8 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
         help=f"of the reference (default: {REFERENCE_ENV}, else {KEY_OPTION})",
     )
     args = parser.parse_args(argv)
+    if same_server(args.url, args.reference):
+        parser.error("--url and --reference are one server, which agrees with itself: name another --reference")
     if args.file is None and (args.html or args.json):
         parser.error("--html and --json are of a --file: the proxy serves its figures at --report-port")
     args.access = access_of(parser, args)
@@ -139,6 +143,10 @@ async def _serve(args: argparse.Namespace, sampler: Sampler) -> int:
 
 
 def _judge_file(args: argparse.Namespace, judge: Judge, tally: Tally) -> int:
+    for server in (judge.server, judge.reference):
+        if why := server.access.silence(server.url, args.timeout):
+            print(f"sglang_diffkv.shadow: {why}", file=sys.stderr)
+            return 1
     sampler = Sampler(judge, tally, most=args.queue, threads=THREADS)
     for exchange in _exchanges(args.file, tally):
         sampler.put(exchange)

@@ -190,7 +190,7 @@ async def listening(app: web.Application, host: str, port: int) -> AsyncIterator
     """Serve for the time of the ``async with`` block; the address. Raises OSError if the port is taken."""
     runner = web.AppRunner(
         app, access_log=None, handler_cancellation=True, max_line_size=MOST_HEADER, max_field_size=MOST_HEADER,
-        shutdown_timeout=LEAVE,
+        auto_decompress=False, shutdown_timeout=LEAVE,
     )  # fmt: skip
     await runner.setup()
     try:

@@ -13,6 +13,7 @@ from typing import Any
 from sglang_diffkv.calibration import Resolution, resolution, sources_of
 from sglang_diffkv.config import CONFIG_ENV, CONFIG_OPTION, read_config, source_of
 from sglang_diffkv.errors import ConfigError, UnsupportedError
+from sglang_diffkv.files import missing_model
 from sglang_diffkv.findings import Findings
 from sglang_diffkv.layout.page_format import PageFormat
 from sglang_diffkv.layout.spans import SLACK, kept_in_layers
@@ -60,6 +61,10 @@ def check(
     findings.section = "Server"
     if model is None:
         _configuration_alone(findings, config, gpu)
+        return
+    if missing := missing_model(model):
+        findings.refuse("model", f"--model-path {missing}")
+        _refuse_bad(findings, config)
         return
     given = [] if config is None else ["--diffkv-config", config]
     chosen = any(x.partition("=")[0] == BACKEND_OPTION for x in options)
@@ -122,6 +127,13 @@ def _configuration_alone(findings: Findings, given: str | None, gpu: bool) -> No
         findings.refuse("configuration", str(error))
         return
     findings.add("model", "none given: add --model-path DIR to have one checked")
+
+
+def _refuse_bad(findings: Findings, given: str | None) -> None:
+    try:
+        read_config(given)
+    except ConfigError as error:
+        findings.refuse("configuration", str(error))
 
 
 def _arguments(findings: Findings, argv: Sequence[str], *, again: bool = False) -> Any:

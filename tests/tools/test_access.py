@@ -167,6 +167,8 @@ def test_a_file_without_a_certificate_is_refused(text: str, tmp_path: Path, caps
         ("http://", "write http://HOST:PORT"),
         ("http://host:port", "is no address"),
         (f"https://user:{KEY}@host", "a key belongs to --api-key"),
+        ("http://host:1/v1", "without /v1"),
+        ("https://host/a/v1/", "without /v1"),
     ],
 )
 def test_other_addresses_are_refused(url: str, why: str) -> None:
@@ -174,6 +176,7 @@ def test_other_addresses_are_refused(url: str, why: str) -> None:
         server_url(url)
     assert KEY not in str(caught.value)
     assert server_url(" https://host:1/ ") == "https://host:1"
+    assert server_url("https://host/a/v12") == "https://host/a/v12"
 
 
 def test_an_empty_folder_of_certificates_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

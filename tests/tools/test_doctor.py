@@ -21,8 +21,10 @@ from sglang_diffkv.capacity import cli as capacity
 from sglang_diffkv.config import DiffKVConfig
 from sglang_diffkv.errors import UnsupportedError
 from sglang_diffkv.evaluate.server import CPU_ENV, OFFLINE_ENV
+from sglang_diffkv.files import missing_model
 from sglang_diffkv.findings import Findings
 from sglang_diffkv.plan import planned_request_rows
+from sglang_diffkv.srt import doctor as srt_doctor
 from sglang_diffkv.srt.versions import compat
 from tests.helpers import make_format
 
@@ -155,6 +157,24 @@ def test_a_bad_configuration() -> None:
     (refusal,) = report["refusals"]
     assert "impossible tier K9V4" in refusal
     assert "can be served" in _lines(report, "Model")["model"]["text"]
+
+
+@pytest.mark.parametrize("model", ["/no/such", "./such", "../such", "no/such/folder"])
+def test_a_folder_that_is_not_there(model: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """SGLang, which asks Hugging Face for it, is not asked; what is wrong with the configuration is told too."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("SGLANG_USE_CPU_ENGINE", "1")
+    monkeypatch.setattr(srt_doctor, "_hooks_fit", lambda *args: True)
+    findings = Findings()
+    srt_doctor.check(findings, model, '{"tiers": ["K9V4"]}', 1.0, [], gpu=False, found=True)
+    refusal, configuration = findings.refusals
+    assert refusal == f'--model-path "{model}": no config.json there. Name a folder that has one'
+    assert "impossible tier K9V4" in configuration
+
+
+def test_what_may_be_no_folder_is_left_to_sglang(tmp_path: Path) -> None:
+    for model in (str(tmp_path), "org/model", "model", "s3://bucket/a/model", ""):
+        assert not missing_model(model)
 
 
 @long

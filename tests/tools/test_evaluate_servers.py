@@ -90,7 +90,10 @@ def test_server_command_lines(monkeypatch):
         ),
         (["--model", "m", "--config", "stock", "--config", "stock"], "a name of its own"),
         (["--model", "m", "--task", REFERENCE], "two task files"),
-        (["--url", "http://127.0.0.1:9"], "no SGLang server answers"),
+        (["--model", "/no/such"], '--model "/no/such": no config.json there. Name a folder that has one'),
+        (["--model", "m", "--config", "default"], "or NAME=JSON, got 'default' (write default={})\n"),
+        (["--model", "m", "--config", "default="], "or NAME=JSON, got 'default=' (write default={})\n"),
+        (["--url", "http://127.0.0.1:9"], "evaluate: no SGLang server answers at http://127.0.0.1:9\n"),
     ],
 )
 def test_unusable_command_lines(tmp_path, capsys, args, message):

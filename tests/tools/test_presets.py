@@ -71,7 +71,9 @@ def test_a_misspelt_preset(given: str, meant: str) -> None:
     with pytest.raises(ConfigError, match=f'did you mean "{meant}"') as found:
         load_config(given)
     assert "\n" not in str(found.value)
-    with pytest.raises(ConfigError, match=r'allowed is "lossless", .* or "small"; or inline JSON, or the path'):
+    with pytest.raises(
+        ConfigError, match=r'--diffkv-config: "fastest" is no preset \(lossless, .*, small\), JSON or file\.'
+    ):
         load_config("fastest")
     with pytest.raises(ConfigError, match="cannot be read"):
         load_config("./smal")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import hashlib
 import json
 import math
 import re
@@ -11,6 +12,7 @@ import subprocess
 import sys
 import threading
 import time
+import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -47,6 +49,8 @@ from tests.tools.test_page import ATTACK, check_page
 
 BODY = {"input_ids": [5, 6, 7], "sampling_params": {"max_new_tokens": 4}}
 NOBODY = "http://127.0.0.1:9"
+SERVER = "http://localhost:80"
+"""Which is not asked."""
 
 
 def counting(ids: Any) -> list[tuple[float, int]]:
@@ -311,7 +315,8 @@ class _Echo(BaseHTTPRequestHandler):
         else:
             body = self.rfile.read(size)
         headers = {name.lower(): x for name, x in self.headers.items()}
-        told = {"method": self.command, "path": self.path, "headers": headers, "size": len(body)}
+        digest = hashlib.sha256(body).hexdigest()
+        told = {"method": self.command, "path": self.path, "headers": headers, "size": len(body), "digest": digest}
         data = gzip.compress(json.dumps(told).encode())
         status = 307 if self.path.startswith("/moved") else 404 if self.path.startswith("/none") else 200
         self.send_response(status, "As It Is")
@@ -367,6 +372,23 @@ def test_requests_and_answers_pass_through_as_they_are() -> None:
         assert large["size"] == 9 << 20
         assert requests.get(shadow.url, headers={"Connection": "upgrade", "Upgrade": "websocket"}, timeout=9).status_code == 501  # fmt: skip # noqa: E501
         assert shadow.told()["requests"]["forwarded"] == 22
+
+
+@pytest.mark.parametrize("chunked", [False, True])
+@pytest.mark.parametrize(("encoding", "pack_body"), [("gzip", gzip.compress), ("deflate", zlib.compress)])
+def test_a_packed_body_reaches_the_server_as_it_is(
+    encoding: str, pack_body: Callable[[bytes], bytes], chunked: bool
+) -> None:
+    """Its length and its encoding are those of the client, also where a copy is kept."""
+    body = pack_body(json.dumps({"text": "many words " * 5000}).encode())
+    with echo() as url, Shadow(url, NOBODY, share=1.0) as shadow:
+        for path in ("/other", GENERATE):
+            asked = {"data": iter([body[:50], body[50:]]) if chunked else body, "timeout": 10}
+            told = requests.post(shadow.url + path, headers={"Content-Encoding": encoding}, **asked).json()
+            assert (told["size"], told["digest"]) == (len(body), hashlib.sha256(body).hexdigest())
+            assert told["headers"]["content-encoding"] == encoding
+            assert told["headers"].get("content-length") == (None if chunked else str(len(body)))
+        assert settled(shadow, 1)["requests"]["left_out"] == {"unreadable": 1}
 
 
 def test_a_server_that_is_gone_or_breaks_off() -> None:
@@ -460,16 +482,21 @@ def test_figures_are_told_to_this_machine_alone() -> None:
         (["--reference", NOBODY, "--timeout", "0"], "from 1 to"),
         (["--reference", NOBODY, "--html", "x.html"], "are of a --file"),
         (["--reference", NOBODY, "--reference-api-key", "a b"], "has a space"),
+        (["--reference", f"{SERVER}/v1"], "without /v1"),
+        (["--reference", SERVER], "--url and --reference are one server"),
+        (["--reference", "HTTP://LocalHost/"], "--url and --reference are one server"),
+        (["--reference", NOBODY, "--file", "/none/such"], '"/none/such" cannot be read: No such file or directory'),
+        (["--reference", NOBODY, "--file", "/"], '"/" is a folder, not a file'),
     ],
 )
 def test_what_the_command_refuses(more: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        cli.main(["--url", NOBODY, *more])
-    assert said in " ".join(capsys.readouterr().err.split())
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["--url", SERVER, *more])
+    assert ended.value.code == 2 and said in " ".join(capsys.readouterr().err.split())
 
 
 def test_keys_are_each_server_s(monkeypatch: pytest.MonkeyPatch) -> None:
-    both = ["--url", NOBODY, "--reference", NOBODY]
+    both = ["--url", SERVER, "--reference", NOBODY]
     monkeypatch.delenv("SGLANG_API_KEY", raising=False)
     assert cli.parse_args(both).reference_access.api_key is None
     monkeypatch.setenv("SGLANG_API_KEY", "one")
@@ -481,18 +508,28 @@ def test_keys_are_each_server_s(monkeypatch: pytest.MonkeyPatch) -> None:
     assert cli.parse_args([*both, "--reference-api-key", "three"]).reference_access.api_key == "three"
 
 
-def test_a_file_that_is_not_there_and_a_taken_port(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    both = ["--url", NOBODY, "--reference", NOBODY]
-    assert cli.main([*both, "--file", str(tmp_path / "none.jsonl")]) == 1
-    assert "No such file" in capsys.readouterr().err
+def test_a_taken_port_and_a_file_without_a_request(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
-        assert cli.main([*both, "--port", "0", "--report-port", str(taken.getsockname()[1])]) == 1
+        ports = ["--port", "0", "--report-port", str(taken.getsockname()[1])]
+        assert cli.main(["--url", SERVER, "--reference", NOBODY, *ports]) == 1
     assert "sglang_diffkv.shadow: " in capsys.readouterr().err
     path = tmp_path / "requests.jsonl"
-    path.write_bytes(json.dumps(BODY).encode() + b"\n" + b"x" * (MOST_BYTES * 2) + b"\n[1]\n")
-    assert cli.main([*both, "--file", str(path)]) == 1
+    path.write_bytes(b"x" * (MOST_BYTES * 2) + b"\n[1]\n")
+    with FakeModel(counting) as server, FakeModel(counting) as reference:
+        assert cli.main(["--url", server.url, "--reference", reference.url, "--file", str(path)]) == 1
     printed = capsys.readouterr()
-    assert "was judged" in printed.err and "larger than 4 MiB" in printed.out and "reference did not" in printed.out
+    assert "was judged" in printed.err and "larger than 4 MiB" in printed.out
+
+
+@pytest.mark.parametrize("gone", ["--url", "--reference"])
+def test_a_file_needs_both_servers(gone: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """One sentence says which is not there, and no table of what is not known."""
+    path = tmp_path / "requests.jsonl"
+    path.write_text(json.dumps(BODY) + "\n")
+    with FakeModel(counting) as there:
+        urls = {"--url": there.url, "--reference": there.url, gone: NOBODY}
+        assert cli.main([*(x for pair in urls.items() for x in pair), "--file", str(path)]) == 1
+    assert capsys.readouterr() == ("", f"sglang_diffkv.shadow: {NOBODY} does not answer\n") and not there.asked
 
 
 def test_keys_and_https(tmp_path: Path) -> None:
