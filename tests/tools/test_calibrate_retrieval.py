@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from benchmarks.paths import NANO
-from sglang_diffkv.calibrate import reading, retrieval
+from sglang_diffkv.attention import whole
+from sglang_diffkv.calibrate import retrieval
 from sglang_diffkv.config import load_config
 from sglang_diffkv.evaluate.prompts import load_tokenizer
 from sglang_diffkv.policies.duo import DuoPolicyConfig
@@ -22,7 +23,7 @@ def test_shares_are_those_of_the_model_s_attention(tmp_path: Path, monkeypatch: 
     """Two passages, each read twice in a row; queries in more than one block."""
     from transformers import AutoModelForCausalLM
 
-    monkeypatch.setattr(reading, "QUERIES", 16)
+    monkeypatch.setattr(whole, "QUERIES", 16)
     text, output = tmp_path / "text.txt", tmp_path / "full_attention_heads.tsv"
     text.write_text(TEXT, encoding="utf-8")
     args = ["--model", str(NANO), "--text", str(text), "--tokens", "90", "--window-tokens", str(PASSAGE)]
