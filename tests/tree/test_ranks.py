@@ -280,15 +280,10 @@ def found_by(member: Any, prompt: Any) -> int:
 PATIENT = Prefetch(WAIT_COMPLETE, threshold=8)
 
 
-@pytest.mark.parametrize("damage", ["none", "gone", "page", "slow"])
-def test_ranks_find_in_a_store_what_all_of_them_find(
-    damage: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Each has a part of its own there, of other pages. The second rank's is damaged."""
-    prompt = array("q", [*range(70), 9])
-    first = with_store(tmp_path, PATIENT)
+def write(machine: HostRanksMachine, prompt: Any) -> None:
+    """A prompt and its reply go to the store, as two objects of each rank."""
 
-    def write(member: Any) -> None:
+    def serve(member: Any) -> None:
         member.admit_tokens(prompt[:])
         member.extend(49)
         member.extend(49)
@@ -297,7 +292,16 @@ def test_ranks_find_in_a_store_what_all_of_them_find(
         while member.manager.ranks.largest(np.array([member.host.report_of_store()["written"] < 2]))[0]:
             member.write()
 
-    first.each(write)
+    machine.each(serve)
+
+
+@pytest.mark.parametrize("damage", ["none", "gone", "page", "slow"])
+def test_ranks_find_in_a_store_what_all_of_them_find(
+    damage: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each has a part of its own there, of other pages. The second rank's is damaged."""
+    prompt = array("q", [*range(70), 9])
+    write(with_store(tmp_path, PATIENT), prompt)
     parts: dict[int, list[Path]] = {0: [], 1: []}
     for path in sorted(tmp_path.rglob("*.segment")):
         header = segment_object.decode(path.read_bytes())[0].header
@@ -342,19 +346,9 @@ def test_ranks_take_the_same_of_objects_that_part_at_one_position(tmp_path: Path
     """Two prompts of one length begin alike. Each rank lists them in an order of its own."""
     one, two, third = (array("q", [*range(40), *range(first, first + 30), 9]) for first in (500, 600, 700))
     for prompt in (one, two):  # neither finds the other
-
-        def write(member: Any, prompt: Any = prompt) -> None:
-            member.admit_tokens(prompt[:])
-            member.extend(49)
-            member.extend(49)
-            member.decode(12)
-            member._leave(member.running[-1], insert=True)
-            while member.manager.ranks.largest(np.array([member.host.report_of_store()["written"] < 2]))[0]:
-                member.write()
-
         folder = tmp_path / ("one" if prompt is one else "store")
         folder.mkdir()
-        with_store(folder, PATIENT).each(write)
+        write(with_store(folder, PATIENT), prompt)
     shutil.copytree(tmp_path / "one", tmp_path / "store", dirs_exist_ok=True)
     machine = with_store(tmp_path / "store", PATIENT)
     for member in machine.pair.members:
