@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from sglang_diffkv.kernels.append.reference import append
@@ -14,7 +15,7 @@ from sglang_diffkv.layout.geometry import Segment
 from sglang_diffkv.layout.page_format import Tier
 from sglang_diffkv.mem_pool.page_manager import PageManager
 from tests.checks import check_scores, check_searches
-from tests.helpers import Visible, begin_step, end_decode, new_scores, visible
+from tests.helpers import Visible, begin_step, end_decode, new_scores, tier_map, visible
 
 
 def stored(x: torch.Tensor, tiers: tuple[Tier, ...], bits: str, dtype: torch.dtype) -> list[torch.Tensor]:
@@ -263,3 +264,8 @@ def chunks_and_steps(session: Session) -> None:
     session.manager.prompts.end(3)
     for step in range(40):
         session.step([2] if step % 3 else [3, 2])
+
+
+def tiers_of(session: Session, row: int) -> np.ndarray:
+    """``tier_map`` of all of a row's tokens."""
+    return tier_map(session.state, row, session.manager.rows.length(row))

@@ -12,6 +12,7 @@ from sglang_diffkv.layout.geometry import Geometry
 from sglang_diffkv.layout.page_format import MOST_TIERS, PageFormat, Tier
 from sglang_diffkv.layout.state import PageState
 from sglang_diffkv.mem_pool.device import OpsOf
+from sglang_diffkv.mem_pool.integrity import check_bounds, check_integrity
 from sglang_diffkv.mem_pool.page_manager import PageManager
 from sglang_diffkv.mem_pool.steps import LaunchedStep
 from sglang_diffkv.policies.base import Policy
@@ -177,6 +178,13 @@ def own_pages(state: PageState, row: int) -> set[int]:
         end = state.entries[row, :, :, tier].cpu().numpy()[:, :, None]
         found.update(page[(entry >= first) & (entry < end)].tolist())
     return found
+
+
+def check(manager: PageManager) -> None:
+    """Raise AssertionError unless all structures agree, once the host has counted all that it launched."""
+    manager.counts.settle()
+    check_integrity(manager)
+    check_bounds(manager)
 
 
 def tier_map(state: PageState, row: int, length: int) -> np.ndarray:

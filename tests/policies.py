@@ -45,3 +45,13 @@ snapkv_policy = _builder(SnapKVPolicy, SnapKVPolicyConfig)
 streaming_policy = _builder(StreamingPolicy, StreamingPolicyConfig)
 xkv_policy = _builder(XKVPolicy, XKVPolicyConfig)
 zipage_policy = _builder(ZipagePolicy, ZipagePolicyConfig, high=None, redundancy=None, slots=1.0, constrained=False)
+
+PAIR, ONE, THREE = ("K8V4", "K4V2"), ("K8V4",), ("BF16", "K8V4", "K4V2")
+WINDOWED: dict[str, tuple[tuple[str, ...], Policy]] = {
+    "window alone": (PAIR, diffkv_policy(1e9, 0.0, window=8)),
+    "thresholds, pruning": (PAIR, diffkv_policy(2.0, 0.9, window=8, sinks=2)),
+    "one tier, pruning": (ONE, diffkv_policy(1.0, 1.0, window=8)),
+    "three tiers": (THREE, diffkv_policy(2.0, 0.5, window=8, alpha_between=(1.0,))),
+    "shares of the sum": (PAIR, leankv_policy(0.3, 0.1, 8)),
+}
+"""Tiers and rules under which tokens leave a window of eight."""

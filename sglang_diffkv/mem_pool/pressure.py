@@ -51,10 +51,10 @@ class Pressure:
         return done
 
     def _is_due(self, row: int) -> bool:
-        if row in self.high or row not in self.rows or self.rows.in_prompt(row) or row in self.counts.faulted:
+        if row in self.high or row in self.windows:  # what a request has asked for it keeps
             return False
-        if row in self.windows or self.windows.window_of(row) <= self.rule.window:
-            return False  # a request that has asked for a window of its own keeps it
+        if row not in self.rows or self.rows.in_prompt(row) or row in self.counts.faulted:
+            return False
         begun = max(self.rows.shared(row), self.rows.frozen(row) or 0, self._done_at.get(row, 0))
         return self.rows.length(row) - begun >= self.rule.window + self.least_growth
 

@@ -6,37 +6,21 @@ import numpy as np
 import pytest
 
 from sglang_diffkv.layout.spans import retained_tokens
-from sglang_diffkv.mem_pool.integrity import check_bounds, check_integrity
+from sglang_diffkv.mem_pool.integrity import check_integrity
 from sglang_diffkv.mem_pool.ledger import PageLedger
-from sglang_diffkv.mem_pool.page_manager import PageManager
 from sglang_diffkv.mem_pool.pressure import LEAST_GROWTH
 from sglang_diffkv.policies.base import Policy
 from sglang_diffkv.policies.budget import Budget
-from tests.dense import Session
-from tests.helpers import make_format, make_manager, tier_map
-from tests.policies import diffkv_policy, h2o_policy, leankv_policy, snapkv_policy, zipage_policy
+from tests.dense import Session, tiers_of
+from tests.helpers import check, make_format, make_manager
+from tests.policies import ONE, WINDOWED, diffkv_policy, h2o_policy, snapkv_policy, zipage_policy
 
 STEPS = 12
-PAIR, ONE, THREE = ("K8V4", "K4V2"), ("K8V4",), ("BF16", "K8V4", "K4V2")
 POLICIES: dict[str, tuple[tuple[str, ...], Policy]] = {
-    "window alone": (PAIR, diffkv_policy(1e9, 0.0, window=8)),
-    "thresholds, pruning": (PAIR, diffkv_policy(2.0, 0.9, window=8, sinks=2)),
-    "one tier, pruning": (ONE, diffkv_policy(1.0, 1.0, window=8)),
-    "three tiers": (THREE, diffkv_policy(2.0, 0.5, window=8, alpha_between=(1.0,))),
-    "shares of the sum": (PAIR, leankv_policy(0.3, 0.1, 8)),
+    **WINDOWED,
     "a budget": (ONE, h2o_policy(Budget(20), window=8)),
     "cut once": (ONE, snapkv_policy(Budget(20), window=8, pool=1)),
 }
-
-
-def check(manager: PageManager) -> None:
-    manager.counts.settle()
-    check_integrity(manager)
-    check_bounds(manager)
-
-
-def tiers_of(session: Session, row: int) -> np.ndarray:
-    return tier_map(session.state, row, session.manager.rows.length(row))
 
 
 @pytest.mark.parametrize(("name", "share_min"), [*((name, None) for name in POLICIES), ("window alone", 20)])

@@ -7,11 +7,11 @@ import pytest
 
 from sglang_diffkv.config import load_config
 from sglang_diffkv.layout.page_format import PageFormat, Tier
-from sglang_diffkv.mem_pool.integrity import check_bounds, check_integrity
+from sglang_diffkv.mem_pool.integrity import check_bounds
 from sglang_diffkv.mem_pool.page_manager import PageManager
 from sglang_diffkv.mem_pool.pressure import LEAST_GROWTH, Pressure
 from tests.dense import Session
-from tests.helpers import make_manager, tier_map
+from tests.helpers import check, make_manager, tier_map
 from tests.policies import diffkv_policy
 
 WINDOW, SMALLER = 40, 8
@@ -20,12 +20,6 @@ WINDOW, SMALLER = 40, 8
 def pressure_of(manager: PageManager) -> Pressure:
     assert manager.pressure is not None
     return manager.pressure
-
-
-def check(manager: PageManager) -> None:
-    manager.counts.settle()
-    check_integrity(manager)
-    check_bounds(manager)
 
 
 @pytest.mark.parametrize("alpha_high", [50.0, 1.0])

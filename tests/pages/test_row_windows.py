@@ -9,36 +9,18 @@ import pytest
 
 from sglang_diffkv.layout.page_format import EMPTY
 from sglang_diffkv.layout.spans import retained_tokens
-from sglang_diffkv.mem_pool.integrity import check_bounds, check_integrity
+from sglang_diffkv.mem_pool.integrity import check_integrity
 from sglang_diffkv.mem_pool.ledger import PageLedger
 from sglang_diffkv.mem_pool.page_manager import PageManager
 from sglang_diffkv.mem_pool.pressure import LEAST_GROWTH
 from sglang_diffkv.policies.base import Policy
-from tests.dense import Session
-from tests.helpers import make_format, make_manager, tier_map
-from tests.policies import diffkv_policy, leankv_policy, streaming_policy
+from tests.dense import Session, tiers_of
+from tests.helpers import check, make_format, make_manager, tier_map
+from tests.policies import ONE, PAIR, WINDOWED, diffkv_policy, streaming_policy
 
 MOST, STEPS = 64, 15
-PAIR, ONE, THREE = ("K8V4", "K4V2"), ("K8V4",), ("BF16", "K8V4", "K4V2")
-POLICIES: dict[str, tuple[tuple[str, ...], Policy]] = {
-    "window alone": (PAIR, diffkv_policy(1e9, 0.0, window=8)),
-    "thresholds, pruning": (PAIR, diffkv_policy(2.0, 0.9, window=8, sinks=2)),
-    "one tier, pruning": (ONE, diffkv_policy(1.0, 1.0, window=8)),
-    "three tiers": (THREE, diffkv_policy(2.0, 0.5, window=8, alpha_between=(1.0,))),
-    "shares of the sum": (PAIR, leankv_policy(0.3, 0.1, 8)),
-}
 WINDOWS = {1: 21, 2: None, 3: 3}
 LENGTHS = {1: 50, 2: 43, 3: 37}
-
-
-def check(manager: PageManager) -> None:
-    manager.counts.settle()
-    check_integrity(manager)
-    check_bounds(manager)
-
-
-def tiers_of(session: Session, row: int) -> np.ndarray:
-    return tier_map(session.state, row, session.manager.rows.length(row))
 
 
 def lived(manager: PageManager, share_min: int | None, windows: dict[int, int | None], *, checked: bool) -> Session:
@@ -58,10 +40,10 @@ def lived(manager: PageManager, share_min: int | None, windows: dict[int, int | 
     return session
 
 
-@pytest.mark.parametrize(("name", "share_min"), [*((name, None) for name in POLICIES), ("window alone", 12)])
+@pytest.mark.parametrize(("name", "share_min"), [*((name, None) for name in WINDOWED), ("window alone", 12)])
 def test_each_row_is_as_under_a_policy_of_its_window(name: str, share_min: int | None) -> None:
     """A larger one, the usual one and a smaller one, in one batch; with tails that begin a page of their own, too."""
-    tiers, policy = POLICIES[name]
+    tiers, policy = WINDOWED[name]
     mixed = make_manager(make_format(tiers), policy=policy, most_window=MOST)
     session = lived(mixed, share_min, WINDOWS, checked=True)
     for row, window in WINDOWS.items():
@@ -174,7 +156,7 @@ def test_a_prompt_s_tail_may_take_a_page_more_once_a_window_ends_within_one() ->
 
 @pytest.mark.parametrize(
     ("policy", "most"),
-    [(POLICIES["window alone"][1], 0), (streaming_policy(8, 2), MOST), (diffkv_policy(1e9, 0.0, 8), MOST)],
+    [(WINDOWED["window alone"][1], 0), (streaming_policy(8, 2), MOST), (diffkv_policy(1e9, 0.0, 8), MOST)],
 )
 def test_where_rows_may_have_one(policy: Policy, most: int) -> None:
     """Kernels are told of rows' windows there, and nowhere else."""
@@ -196,7 +178,7 @@ def test_the_least_window_has_room_for_what_observes() -> None:
 
 
 def test_a_broken_mark_is_found() -> None:
-    manager = make_manager(policy=POLICIES["window alone"][1], most_window=MOST)
+    manager = make_manager(policy=WINDOWED["window alone"][1], most_window=MOST)
     manager.windows.keep(3, 20)
     check_integrity(manager)
     manager.state.row_window[2] = 20

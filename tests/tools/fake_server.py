@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, Self
 
 from sglang_diffkv.evaluate.report import TOTALS
 
@@ -26,7 +26,23 @@ class HangUp(Exception):
     """Raised by ``reply``: the connection is closed without an answer."""
 
 
-class FakeServer:
+class Served:
+    """Serves what ``_server`` answers for as long as a ``with`` block lasts."""
+
+    _server: ThreadingHTTPServer
+
+    def __enter__(self) -> Self:
+        threading.Thread(target=self._server.serve_forever, args=(0.01,), daemon=True).start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+
+
+class FakeServer(Served):
     """Serves on a port of its own for the time of a ``with`` block.
 
     Args:
@@ -73,16 +89,6 @@ class FakeServer:
             context.load_cert_chain(*certificate)
             self._server.socket = context.wrap_socket(self._server.socket, server_side=True)
             self.url = self.url.replace("http:", "https:")
-
-    def __enter__(self) -> FakeServer:
-        threading.Thread(target=self._server.serve_forever, args=(0.01,), daemon=True).start()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._server.shutdown()
-        self._server.server_close()
 
     def info(self) -> dict[str, Any]:
         state: dict[str, Any] = {}

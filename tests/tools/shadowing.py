@@ -18,6 +18,7 @@ from sglang_diffkv.shadow.judge import Judge
 from sglang_diffkv.shadow.proxy import Figures, Proxy, serve
 from sglang_diffkv.shadow.sampler import Sampler
 from sglang_diffkv.shadow.tally import Tally
+from tests.tools.fake_server import Served
 
 
 class Shadow:
@@ -72,7 +73,7 @@ class Shadow:
 Thought = Callable[[Sequence[int]], list[tuple[float, int]]]
 
 
-class FakeModel:
+class FakeModel(Served):
     """A stand-in for a SGLang server with a model of its own, for the time of a ``with`` block.
 
     Args:
@@ -93,16 +94,6 @@ class FakeModel:
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), type("Handler", (_Handler,), {"fake": self}))
         self._server.handle_error = lambda *args: None  # type: ignore[method-assign]
         self.url = f"http://127.0.0.1:{self._server.server_port}"
-
-    def __enter__(self) -> FakeModel:
-        threading.Thread(target=self._server.serve_forever, args=(0.01,), daemon=True).start()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._server.shutdown()
-        self._server.server_close()
 
     def tokenize(self, payload: dict[str, Any]) -> Any:
         if "messages" in payload:

@@ -102,9 +102,7 @@ class StoreMachine(HostMachine):
     @rule()
     def flush(self) -> None:
         """What a store that hangs is still writing to is nobody else's yet."""
-        self.tree.reset()
-        self.pool.clear()
-        self.allocator.clear()
+        self.empty()
         manager = self.manager
         assert manager.saved is not None and manager.saved_segments is not None
         coming = sum(count for runs in manager.saved_segments.incoming for _, count in runs)

@@ -166,9 +166,7 @@ class HostMachine(PrefixesMachine, RetractedMachine):
     @precondition(lambda self: not self.running)
     @rule()
     def flush(self) -> None:
-        self.tree.reset()
-        self.pool.clear()
-        self.allocator.clear()
+        self.empty()
         assert not self.host.index.tokens and not self.manager.saved.host.used and not self.host.old_weights.left
 
     @invariant()

@@ -268,12 +268,16 @@ class TreeMachine(RuleBasedStateMachine):
         assert ledger.available() == available + gained
         assert gained >= tokens or not self.tree.evictable_leaves
 
-    @precondition(lambda self: not self.running)
-    @rule()
-    def flush(self) -> None:
+    def empty(self) -> None:
+        """What SGLang does for a flush."""
         self.tree.reset()
         self.pool.clear()
         self.allocator.clear()
+
+    @precondition(lambda self: not self.running)
+    @rule()
+    def flush(self) -> None:
+        self.empty()
         check_settled(self.manager)
         assert self.manager.device.free_pages() == self.manager.geometry.num_pages
         assert self.allocator.available_size() == CAPACITY
