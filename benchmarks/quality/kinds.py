@@ -26,6 +26,8 @@ from pathlib import Path
 from threading import Event, Lock
 from typing import Any
 
+import torch
+
 from benchmarks import splits
 from benchmarks.paths import NANO
 from benchmarks.quality import identity, make_checkpoints, random_drafts, random_hybrids, random_windows
@@ -34,11 +36,14 @@ from sglang_diffkv.config import CHECK_ENV
 from sglang_diffkv.evaluate import client, report
 from sglang_diffkv.evaluate.prompts import chat_ids, load_tokenizer
 from sglang_diffkv.evaluate.server import Server, ServerError, has_gpu, stock_backend, stop_servers_on_sigterm
+from sglang_diffkv.ops.flash import FlashPrefill
 
 LOSSLESS = '{"tiers": ["BF16"], "prefill": "triton"}'
 """Without FlashInfer's kernels for new tokens, which some head sizes have to compile first."""
 BY_FLASHINFER = '{"tiers": ["BF16"], "prefill": "flashinfer"}'
 """With them, which also attend to stored tokens that are read back."""
+BY_FLASH = '{"tiers": ["BF16"], "prefill": "fa3"}'
+"""By FlashAttention-3, which Hopper GPUs take unasked."""
 DEFAULT = '{"prefill": "triton"}'
 CHECKED = {CHECK_ENV: "8"}
 CHUNKS = ("--chunked-prefill-size", "64")
@@ -110,9 +115,15 @@ def _chunked(*args: str, backend: str = "") -> list[Asked]:
     ]
 
 
-def _flashinfer(*args: str) -> list[Asked]:
-    """A server in chunks, where there is a GPU: FlashInfer attends to new tokens and to stored ones before them."""
-    return [_ours("FlashInfer, chunks", *args, *CHUNKS, config=BY_FLASHINFER)] if has_gpu() else []
+def _libraries(*args: str) -> list[Asked]:
+    """Servers in chunks where there is a GPU: a library attends to new tokens and to stored ones before them."""
+    if not has_gpu():
+        return []
+    found = [_ours("FlashInfer, chunks", *args, *CHUNKS, config=BY_FLASHINFER)]
+    if not FlashPrefill.obstacle(64, 64, torch.bfloat16, torch.device("meta"), ()):
+        found.append(_ours("FlashAttention-3, chunks", *args, *CHUNKS, config=BY_FLASH))
+        found.append(_ours("FlashAttention-3", *args, config=BY_FLASH))
+    return found
 
 
 def _control(backend: str, *args: str) -> list[Asked]:
@@ -168,13 +179,13 @@ def _sliding(make: Callable[[Path], None], about: str, *, gpu: bool = False) -> 
 KINDS = {
     "nano": Kind(
         "the trained model of the repository",
-        lambda folder: [*_chunked(), *_flashinfer(), _ours("default tiers", config=DEFAULT, env=CHECKED)],
+        lambda folder: [*_chunked(), *_libraries(), _ours("default tiers", config=DEFAULT, env=CHECKED)],
     ),
     "mixed": Kind(
         "requests that decode in passes over others' prompts",
         lambda folder: [
             *_chunked(MIXED),
-            *_flashinfer(MIXED),
+            *_libraries(MIXED),
             _ours("default tiers", MIXED, config=DEFAULT, env=CHECKED),
         ],
     ),
@@ -182,7 +193,7 @@ KINDS = {
         "CUDA graphs of passes over prompts",
         lambda folder: [
             *_chunked(*GRAPHS),
-            *_flashinfer(*GRAPHS),
+            *_libraries(*GRAPHS),
             replace(_ours("mixed", *GRAPHS, MIXED, *CHUNKS, config=BY_FLASHINFER), sizes=(1, BATCH)),
             _ours("default tiers", *GRAPHS, config=DEFAULT, env=CHECKED),
         ],
@@ -269,7 +280,7 @@ class Run:
                 if asked.backend == "diffkv":
                     self._compiled.set()
 
-        asked_of = kind.servers(folder)
+        asked_of = [x for x in kind.servers(folder) if not self.args.servers or x.name in self.args.servers]
         logs = [self.args.output / f"{name}_{x.name.replace(', ', '_').replace(' ', '_')}.log" for x in asked_of]
         try:
             with ThreadPoolExecutor(len(asked_of)) as pool:
@@ -384,6 +395,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--kinds", nargs="+", choices=KINDS, default=here, help="default: all that this machine can run"
     )
+    parser.add_argument("--servers", nargs="+", metavar="NAME", help="of a kind (default: all)")
     parser.add_argument("--list", action="store_true", help="say which there are, and stop")
     parser.add_argument("--together", type=int, default=1, help="kinds at a time (default: %(default)s)")
     parser.add_argument("--timeout", type=float, default=240.0, help="seconds for a server's start")
