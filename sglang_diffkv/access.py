@@ -29,11 +29,26 @@ ADMIN_PATHS = ("/flush_cache", "/abort_request")
 """What SGLang lets only ``--admin-api-key`` do, where it has one."""
 HIDDEN = "***"
 _KEY_WITHIN = re.compile(r"(--(?:admin-)?api-key(?:=|\s+))\S+")
+_OF_SYSTEM = re.compile(r"\[Errno -?\d+\] ([^\"'()\[\]<>]+)")
 _WHY_NOT_TRUSTED = re.compile(r"CERTIFICATE_VERIFY_FAILED\] (?:certificate verify failed: )?([^()]*)")
 
 
 class AccessError(requests.RequestException):
     """The server wants a key or refuses this one, or its certificate is not trusted. The message says what to do."""
+
+
+def cause(error: Exception) -> str:
+    """Why a request has no reply that can be read, in a few words."""
+    if isinstance(error, requests.Timeout):
+        return "it does not answer in time"
+    if isinstance(error, requests.HTTPError) and error.response is not None:
+        return f"it answers with status {error.response.status_code}"
+    if isinstance(error, requests.ConnectionError):
+        found = _OF_SYSTEM.search(str(error))
+        return found[1].strip().lower() if found else "the connection ended"
+    if isinstance(error, requests.JSONDecodeError):
+        return "its reply is no JSON"
+    return str(error)
 
 
 class _Bearer(requests.auth.AuthBase):

@@ -20,6 +20,7 @@ from functools import cached_property
 
 import requests
 
+from sglang_diffkv.access import cause
 from sglang_diffkv.calibrate import leankv
 from sglang_diffkv.calibrate.answers import Answers, circumstances, configured
 from sglang_diffkv.calibrate.arguments import load_calibration, parse_args, read_head_scale, selection
@@ -266,5 +267,5 @@ def main(argv: Sequence[str] | None = None) -> int:
         with Store(args.work) as store:
             return lean(args, store) if args.procedure == "leankv" else thresholds(args, store)
     except FAILURES as error:
-        print(f"sglang_diffkv.calibrate: {error}", file=sys.stderr)
+        print(f"sglang_diffkv.calibrate: {cause(error)}", file=sys.stderr)
         return 1

@@ -25,7 +25,7 @@ from typing import Any
 import requests
 
 from sglang_diffkv import bounds
-from sglang_diffkv.access import Access, AccessError, access_of, add_access_arguments, server_url
+from sglang_diffkv.access import Access, AccessError, access_of, add_access_arguments, cause, server_url
 from sglang_diffkv.arguments import number
 from sglang_diffkv.errors import ConfigError
 from sglang_diffkv.evaluate import report, runner
@@ -241,7 +241,7 @@ def run(args: argparse.Namespace) -> int:
         print(f"sglang_diffkv.evaluate: {error}", file=sys.stderr)
         return 1
     except requests.RequestException as error:
-        print(f"sglang_diffkv.evaluate: the server stopped answering: {error}", file=sys.stderr)
+        print(f"sglang_diffkv.evaluate: the server stopped answering: {cause(error)}", file=sys.stderr)
         return 1
     print(text)
     return 0

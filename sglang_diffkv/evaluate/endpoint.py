@@ -9,7 +9,7 @@ from typing import Any
 
 import requests
 
-from sglang_diffkv.access import ADMIN_KEY_OPTION, OPEN, REFUSED, Access, AccessError
+from sglang_diffkv.access import ADMIN_KEY_OPTION, OPEN, REFUSED, Access, AccessError, cause
 from sglang_diffkv.evaluate import client, report
 
 LONG = "finished_1k"
@@ -48,10 +48,10 @@ class Endpoint:
             return cls(url, int(reply.json()["data"][0]["max_model_len"]), owned, access=access)
         except AccessError as error:
             raise EvaluationError(str(error)) from None
-        except (requests.ConnectionError, requests.Timeout):
-            raise EvaluationError(f"no SGLang server answers at {url}") from None
-        except (requests.RequestException, LookupError, TypeError, ValueError) as error:
-            raise EvaluationError(f"no SGLang server answers at {url}: {error}") from error
+        except requests.RequestException as error:
+            raise EvaluationError(f"no SGLang server answers at {url}: {cause(error)}") from None
+        except (LookupError, TypeError, ValueError):
+            raise EvaluationError(f"no SGLang server answers at {url}: its /v1/models has another form") from None
 
     def generate(self, prompt_ids: Sequence[int], max_new_tokens: int) -> client.Record:
         """Greedy reply of at most ``max_new_tokens``, fewer where the context ends."""

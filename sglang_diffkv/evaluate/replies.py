@@ -19,6 +19,7 @@ from concurrent.futures import ThreadPoolExecutor
 import requests
 from tqdm import tqdm
 
+from sglang_diffkv.access import cause
 from sglang_diffkv.arguments import output_file
 from sglang_diffkv.errors import ConfigError
 from sglang_diffkv.evaluate import runner
@@ -78,7 +79,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         count = write(args)
     except (ConfigError, TaskFileError, EvaluationError, RequestError, ServerError, requests.RequestException) as error:
-        print(f"sglang_diffkv.evaluate.replies: {error}", file=sys.stderr)
+        print(f"sglang_diffkv.evaluate.replies: {cause(error)}", file=sys.stderr)
         return 1
     print(f"{count} replies in {args.output}")
     return 0

@@ -14,6 +14,7 @@ from typing import Any
 import requests
 from tqdm import tqdm
 
+from sglang_diffkv.access import cause
 from sglang_diffkv.evaluate.configuration import Configuration
 from sglang_diffkv.evaluate.endpoint import Endpoint, EvaluationError, Meter
 from sglang_diffkv.evaluate.report import KEPT_CACHE
@@ -50,7 +51,9 @@ def start(configuration: Configuration, model: str, args: Sequence[str] = ()) ->
             yield Endpoint.connect(server.url, owned=True, access=server.access)
         except requests.RequestException as error:
             tail = "\n".join(server.log_text().splitlines()[-40:])
-            raise EvaluationError(f"{configuration.name}: the server stopped answering: {error}\n{tail}") from error
+            raise EvaluationError(
+                f"{configuration.name}: the server stopped answering: {cause(error)}\n{tail}"
+            ) from error
 
 
 def register(store: Store, suites: Sequence[Suite]) -> None:

@@ -11,7 +11,7 @@ import numpy as np
 import requests
 from pydantic import BaseModel, ConfigDict, NonNegativeInt, ValidationError, model_validator
 
-from sglang_diffkv.access import OPEN, Access, AccessError
+from sglang_diffkv.access import OPEN, Access, AccessError, cause
 
 FORM = 1
 """Of what ``Report.as_json`` gives; it changes where a name is taken away or means something else."""
@@ -151,8 +151,10 @@ def read(url: str, timeout: float = 60.0, access: Access = OPEN) -> Report:
         stats = states[0].get("diffkv")
     except AccessError as error:
         raise InspectError(str(error)) from None
-    except (requests.RequestException, ValueError, AttributeError, LookupError, TypeError) as error:
-        raise InspectError(f"no SGLang server answers at {url}: {error}") from None
+    except (requests.RequestException, ValueError) as error:
+        raise InspectError(f"no SGLang server answers at {url}: {cause(error)}") from None
+    except (AttributeError, LookupError, TypeError):
+        raise InspectError(f"no SGLang server answers at {url}: its /server_info has another form") from None
     if stats is None:
         raise InspectError(
             f"the server at {url} does not run diffkv (its attention backend is {info.get('attention_backend')}); "

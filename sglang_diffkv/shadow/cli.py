@@ -22,6 +22,7 @@ import os
 import signal
 import sys
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -147,6 +148,11 @@ def _judge_file(args: argparse.Namespace, judge: Judge, tally: Tally) -> int:
         if why := server.access.silence(server.url, args.timeout):
             print(f"sglang_diffkv.shadow: {why}", file=sys.stderr)
             return 1
+    with suppress(LeftOut):
+        judge.check_reference()
+    if judge.problem:
+        print(f"sglang_diffkv.shadow: {judge.problem}", file=sys.stderr)
+        return 1
     sampler = Sampler(judge, tally, most=args.queue, threads=THREADS)
     for exchange in _exchanges(args.file, tally):
         sampler.put(exchange)
@@ -160,7 +166,7 @@ def _judge_file(args: argparse.Namespace, judge: Judge, tally: Tally) -> int:
         args.html.write_text(render(told, of), encoding="utf-8")
     if args.json:
         args.json.write_text(json.dumps({**told, "about": of}, indent=1) + "\n", encoding="utf-8")
-    if judge.problem:
+    if judge.problem:  # what serves there became unfit meanwhile
         print(f"sglang_diffkv.shadow: {judge.problem}", file=sys.stderr)
     elif not told["requests"]["judged"]:
         print(f"sglang_diffkv.shadow: no request of {named(args.file)} was judged", file=sys.stderr)

@@ -107,7 +107,7 @@ class Judge:
     def judge(self, exchange: Exchange) -> Judged:
         """Raises LeftOut."""
         question = question_of(exchange)
-        self._check_reference()
+        self.check_reference()
         ids = self._prompt(question)
         reply = self.server.generate(self._again(ids, question))
         if not reply.output_ids or len(reply.output_ids) != len(reply.top_logprobs):
@@ -140,7 +140,7 @@ class Judge:
         asked = {"return_logprob": True, "top_logprobs_num": self.top_logprobs}
         return {"input_ids": list(ids), "sampling_params": sampling, **asked, **more}
 
-    def _check_reference(self) -> None:
+    def check_reference(self) -> None:
         """Raise LeftOut unless the reference stores what the model computes, and splits text as the server does."""
         with self._checking:
             if self._fit:

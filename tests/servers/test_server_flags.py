@@ -206,16 +206,6 @@ def test_judging_beside_passes_is_refused_on_a_gpu_until_it_was_run_there(drafts
     check_server_args(_args(device="cuda"), config)
 
 
-@pytest.mark.parametrize("name", ["key_rotation", "value_rotation"])
-def test_fitted_rotations_are_refused_on_a_gpu_until_they_were_run_there(name, drafts_on_a_gpu, monkeypatch):
-    config = DiffKVConfig(**{name: "rotation.pt"})
-    check_server_args(_args(device="cpu"), config)
-    with pytest.raises(UnsupportedError, match=rf'"{name}" on a GPU, .*{UNTRIED_ENV}=1'):
-        check_server_args(_args(device="cuda"), config)
-    monkeypatch.setenv(UNTRIED_ENV, "1")
-    check_server_args(_args(device="cuda"), config)
-
-
 def test_drafts_are_planned_on_the_stream_of_the_passes(drafts_on_a_gpu, monkeypatch):
     monkeypatch.setenv("SGLANG_ENABLE_OVERLAP_PLAN_STREAM", "1")
     check_server_args(_args(device="cuda"))

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import aiohttp
 import pytest
+import requests
 
 from benchmarks.provenance import command
 from benchmarks.soak import cli as soak
@@ -22,6 +23,7 @@ from sglang_diffkv.access import (
     AccessError,
     access_of,
     add_access_arguments,
+    cause,
     hidden,
     server_url,
     without_keys,
@@ -199,3 +201,22 @@ def test_a_soak_of_a_running_server_takes_keys(tmp_path: Path, capsys: pytest.Ca
         assert "cret" not in json.dumps(soak.shown_arguments(args))
         assert soak.main(["--url", fake.url, *output]) == 1
     assert "wants a key for /server_info" in capsys.readouterr().err
+
+
+def test_a_request_without_a_reply_has_a_short_reason() -> None:
+    """Nobody reads through a pool of connections to find that nobody listens."""
+    with pytest.raises(requests.ConnectionError) as refused:
+        OPEN.get("http://127.0.0.1:9", "/", 5.0)
+    assert cause(refused.value) == "connection refused"
+    assert cause(requests.ReadTimeout("pool")) == "it does not answer in time"
+    assert cause(requests.ConnectionError("('Connection aborted.', no errno)")) == "the connection ended"
+    with FakeServer() as fake:
+        reply = OPEN.get(fake.url, "/none", 5.0)
+        with pytest.raises(requests.HTTPError) as missing:
+            reply.raise_for_status()
+    assert cause(missing.value) == "it answers with status 404"
+    reply._content = b"<html>"
+    with pytest.raises(requests.JSONDecodeError) as text:
+        reply.json()
+    assert cause(text.value) == "its reply is no JSON"
+    assert cause(AccessError("wants a key")) == "wants a key"

@@ -284,7 +284,9 @@ def test_an_unreachable_server_in_mid_run_is_reported(tmp_path, capsys):
 
     with FakeServer(reply) as fake:
         assert run(fake, tmp_path, "a", "--task", REFERENCE, "--concurrency", "1") == 1
-    assert "the server stopped answering" in capsys.readouterr().err
+    assert capsys.readouterr().err.endswith(
+        "sglang_diffkv.evaluate: the server stopped answering: the connection ended\n"
+    )
     with FakeServer(replies()) as fake:
         assert run(fake, tmp_path, "a") == 0
         assert len(fake.requests) == 6

@@ -93,7 +93,10 @@ def test_server_command_lines(monkeypatch):
         (["--model", "/no/such"], '--model "/no/such": no config.json there. Name a folder that has one'),
         (["--model", "m", "--config", "default"], "or NAME=JSON, got 'default' (write default={})\n"),
         (["--model", "m", "--config", "default="], "or NAME=JSON, got 'default=' (write default={})\n"),
-        (["--url", "http://127.0.0.1:9"], "evaluate: no SGLang server answers at http://127.0.0.1:9\n"),
+        (
+            ["--url", "http://127.0.0.1:9"],
+            "evaluate: no SGLang server answers at http://127.0.0.1:9: connection refused\n",
+        ),
     ],
 )
 def test_unusable_command_lines(tmp_path, capsys, args, message):

@@ -532,6 +532,16 @@ def test_a_file_needs_both_servers(gone: str, tmp_path: Path, capsys: pytest.Cap
     assert capsys.readouterr() == ("", f"sglang_diffkv.shadow: {NOBODY} does not answer\n") and not there.asked
 
 
+def test_a_file_needs_a_fit_reference(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "requests.jsonl"
+    path.write_text(json.dumps(BODY) + "\n")
+    with FakeModel(counting) as server, FakeModel(counting, offset=1) as other:
+        assert cli.main(["--url", server.url, "--reference", other.url, "--file", str(path)]) == 1
+        assert not server.asked and not other.asked
+    out, err = capsys.readouterr()
+    assert not out and "splits text into other tokens" in err
+
+
 def test_keys_and_https(tmp_path: Path) -> None:
     """A client's key is passed on; samples are asked with the proxy's own, over TLS too."""
     certificate = make_certificate(tmp_path)

@@ -233,6 +233,23 @@ def test_a_request_is_looked_at_when_it_is_queued_first() -> None:
     assert not other.errors, "another backend's request"
 
 
+@pytest.mark.parametrize(("ids", "wrong"), [([0, 7], None), ([], None), ([3, 8, 9], 8), ([7, -1], -1)])
+def test_a_token_that_the_model_has_not_ends_its_request(ids: list[int], wrong: int | None) -> None:
+    world = World(400, exact=False)
+    scheduler = SimpleNamespace(token_to_kv_pool_allocator=world.allocator)
+
+    def errors(**more: Any) -> list[str]:
+        req = asked(**{"vocab_size": 8, "multimodal_inputs": None, "input_embeds": None, "lora_id": None, **more})
+        req.origin_input_ids = array("q", ids)
+        add_request_to_queue(lambda *_: None, scheduler, req)
+        return req.errors
+
+    expected = f"input_ids has {wrong}, which is no token of this model: its tokens are 0 to 7"
+    assert errors() == [expected] * (wrong is not None)
+    assert not errors(multimodal_inputs=object()), "numbers of SGLang's own stand for images"
+    assert not errors(lora_id="adds tokens") and not errors(input_embeds=[[0.0]])
+
+
 def test_no_client_can_name_the_namespace() -> None:
     assert HighSpace("a") == HighSpace("a") != HighSpace("b") and hash(HighSpace("a")) == hash(HighSpace("a"))
     assert HighSpace("a") not in (repr(HighSpace("a")), "a", None, PrivateSpace())

@@ -24,6 +24,7 @@ from pathlib import Path
 import requests
 
 from sglang_diffkv import bounds
+from sglang_diffkv.access import cause
 from sglang_diffkv.arguments import check_output, number
 from sglang_diffkv.calibrate.arguments import add_rotate_argument, add_sinks_argument, tier_names
 from sglang_diffkv.calibrate.search import DEFAULT, Setting
@@ -259,5 +260,5 @@ def main(argv: Sequence[str] | None = None) -> int:
         with Store(args.work) as store:
             return run(args, store)
     except (ConfigError, TaskFileError, EvaluationError, RequestError, ServerError, requests.RequestException) as error:
-        print(f"sglang_diffkv.calibrate: {error}", file=sys.stderr)
+        print(f"sglang_diffkv.calibrate: {cause(error)}", file=sys.stderr)
         return 1

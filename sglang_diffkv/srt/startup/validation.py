@@ -58,9 +58,6 @@ def check_server_args(args: Any, config: DiffKVConfig | None = None) -> None:
             problems.append('--enable-mixed-chunk with "asynchronous": true: drop one of them')
     if getattr(config.policy, "asynchronous", False):
         problems += untried_on_a_gpu(device, '"asynchronous": true', "leave it out of the policy")
-    for name in ("key_rotation", "value_rotation"):
-        if getattr(config, name) is not None:
-            problems += untried_on_a_gpu(device, f'"{name}"', "leave it out, and the Hadamard matrix rotates")
     if problems:
         raise UnsupportedError("--attention-backend diffkv does not work with " + "; and not with ".join(problems))
 

@@ -161,6 +161,20 @@ def own_window(req: Any) -> int | None:
     return getattr(req, "diffkv_window", None)
 
 
+def unknown_token(req: Any) -> str:
+    """Says that a prompt has a token that is not of the model's vocabulary; empty if it has none. Not looked at are
+    prompts with images, in whose place SGLang has numbers of its own, of embeddings, and for LoRA adapters, which may
+    add tokens."""
+    size = getattr(req, "vocab_size", None)
+    if size is None or req.multimodal_inputs is not None or req.input_embeds is not None or req.lora_id is not None:
+        return ""
+    ids = req.origin_input_ids
+    if not ids or (min(ids) >= 0 and max(ids) < size):
+        return ""
+    wrong = next(x for x in ids if not 0 <= x < size)
+    return f"input_ids has {wrong}, which is no token of this model: its tokens are 0 to {size - 1}"
+
+
 def grows_whole(req: Any) -> bool:
     """Whether each generated token of the request, until it runs, counts as one of the high tier."""
     return getattr(req, "diffkv_grows_whole", False)
