@@ -1,7 +1,8 @@
-"""Triton's interpreter without work that it repeats: the same results in a third of the time.
+"""Triton's interpreter without work that it repeats: the same results in a fraction of the time.
 
 Triton 3.7.1 wraps all functions of its language again at each call of a device function, though the launch has wrapped
-them. It makes a type, a shape and a table of dtypes anew in each operation. Here such things are done once.
+them. It makes a type, a shape and a table of dtypes anew in each operation, and finds the dtype of its result again.
+It does integer operations twice, for assertions of its debug mode. Here such things are done once, or not at all.
 
 ``quick()`` replaces these functions until it ends. A name that another Triton does not have is left as it is.
 """
@@ -30,8 +31,11 @@ def quick() -> Iterator[list[str]]:
 
     replace(interpreter, "_patch_lang", lambda before: _wrapped_once(before, tl))
     replace(interpreter, "_get_np_dtype", lambda before: _numpy_dtype(before, tl))
-    replace(TritonSemantic, "broadcast_impl_value", _broadcast)
+    replace(TritonSemantic, "broadcast_impl_value", lambda before: _broadcast(before, core))
+    replace(TritonSemantic, "binary_op_type_checking_impl", lambda before: _same_dtype(before, core))
+    replace(TritonSemantic, "binary_op_sanitize_overflow_impl", _asserted)
     replace(core.block_type, "__init__", lambda before: _block_type(before, core))
+    replace(core.block_type, "with_element_ty", _with_element_type)
     replace(core.tensor, "__init__", lambda before: _tensor(before, core))
     try:
         yield [name for _, name, _ in replaced]
@@ -45,9 +49,13 @@ def _wrapped_once(before: Any, tl: Any) -> Any:
     launch has wrapped is as before at its end."""
     launch: list[Any] = []
     wrapped: set[int] = set()
+    found: dict[tuple[int, int], set[int]] = {}
 
     def wrap(fn: Any) -> Any:
-        seen = {id(x) for x in fn.__globals__.values() if x is tl or x is tl.core}
+        scope = fn.__globals__
+        if (seen := found.get((id(scope), len(scope)))) is None:
+            seen = {id(x) for x in scope.values() if x is tl or x is tl.core}
+            found[id(scope), len(scope)] = seen
         if launch and seen <= wrapped:
             return None
         scope = before(fn)
@@ -82,16 +90,81 @@ def _numpy_dtype(before: Any, tl: Any) -> Any:
     return get
 
 
-def _broadcast(before: Any) -> Any:
-    """Blocks of one shape, and two scalars, are broadcast already."""
+def _asserted(before: Any) -> Any:
+    """An integer operation is done again in 64 bits, for an assertion that only the debug mode reads."""
+
+    def sanitize(self: Any, lhs: Any, rhs: Any, binary_op: Any) -> None:
+        if self.builder.options.debug:
+            before(self, lhs, rhs, binary_op)
+
+    return sanitize
+
+
+def _same_dtype(before: Any, core: Any) -> Any:
+    """To which dtypes the two sides are cast depends on theirs, and for a number on its value. Errors are not kept."""
+    known: dict[Any, tuple[Any, Any]] = {}
+
+    def side(of: Any) -> Any:
+        return of.dtype.name if isinstance(of, core.tensor) else (type(of), of)
+
+    def check(self: Any, lhs: Any, rhs: Any, *rules: bool, **named: bool) -> Any:
+        key = side(lhs), side(rhs), rules, *named.items()
+        if (dtypes := known.get(key)) is None:
+            lhs, rhs = before(self, lhs, rhs, *rules, **named)
+            known[key] = lhs.dtype, rhs.dtype
+            return lhs, rhs
+        return self.broadcast_impl_value(*(cast(self, *x) for x in zip((lhs, rhs), dtypes, strict=True)))
+
+    def cast(self: Any, of: Any, dtype: Any) -> Any:
+        if not isinstance(of, core.tensor):
+            return self.scalar_constant(of, dtype=dtype)
+        return of if of.dtype.name == dtype.name else self.cast(of, dtype)
+
+    return check
+
+
+def _broadcast(before: Any, core: Any) -> Any:
+    """Blocks of one shape, and two scalars, are broadcast already. The common shape of two others is found once.
+    Equal shapes are one object (``_block_type``)."""
+    shapes: dict[tuple[int, int], Any] = {}
 
     def broadcast(self: Any, lhs: Any, rhs: Any) -> Any:
         left, right = lhs.type, rhs.type
-        if left.is_block() == right.is_block() and (not left.is_block() or left.shape is right.shape):
+        if left.is_block() != right.is_block():
+            return (lhs, splat(self, rhs, left)) if left.is_block() else (splat(self, lhs, right), rhs)
+        if not left.is_block() or left.shape is right.shape:
             return lhs, rhs
-        return before(self, lhs, rhs)
+        key = id(left.shape), id(right.shape)
+        if (shape := shapes.get(key)) is not None:
+            return expand(self, lhs, shape), expand(self, rhs, shape)
+        lhs, rhs = before(self, lhs, rhs)
+        if len(left.shape) == len(right.shape):
+            shapes[key] = lhs.type.shape
+        return lhs, rhs
+
+    def splat(self: Any, of: Any, like: Any) -> Any:
+        block = like.with_element_ty(of.dtype)
+        return self.tensor(self.builder.create_splat(block, of.handle), block)
+
+    def expand(self: Any, of: Any, shape: Any) -> Any:
+        if of.type.shape is shape:
+            return of
+        return self.tensor(self.builder.create_broadcast(of.handle, shape), core.block_type(of.dtype, shape))
 
     return broadcast
+
+
+def _with_element_type(before: Any) -> Any:
+    """A block of the same shape: types are never changed, so one serves for all."""
+    known: dict[Any, Any] = {}
+
+    def get(self: Any, element: Any) -> Any:
+        key = element.name, id(self.shape)
+        if (block := known.get(key)) is None:
+            block = known[key] = before(self, element)
+        return block
+
+    return get
 
 
 def _block_type(before: Any, core: Any) -> Any:
