@@ -5,7 +5,7 @@ from importlib.machinery import ModuleSpec
 from importlib.util import module_from_spec
 from pathlib import Path
 
-__version__ = "0.2.0"
+__version__ = "0.3.0"
 
 if not (_INSIDE := Path(__file__).with_name("kernels")).is_dir():
     # In a checkout kernels/ lies beside the package; a wheel has it inside (setup.py). It has no __init__.py: there it
