@@ -29,15 +29,18 @@ import warnings
 from collections.abc import Mapping, Sequence
 from typing import IO, Any
 
-from sglang_diffkv.config import CHECK_ENV, CONFIG_ENV
+from sglang_diffkv.config import CACHE_ENV, CHECK_ENV, CONFIG_ENV
 from sglang_diffkv.evaluate.server import CPU_ENV, OFFLINE_ENV
 
 MODULE = "sglang.launch_server"
 READ_LATE = {
+    CACHE_ENV,
     CHECK_ENV,
     CONFIG_ENV,
     "SGLANG_CPU_OMP_THREADS_BIND",
     "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY",
+    "SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR",
+    "SGLANG_INIT_NEW_TOKEN_RATIO",
     "PYTEST_CURRENT_TEST",
 }
 """Variables that no module reads when it is imported."""
