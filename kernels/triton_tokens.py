@@ -141,6 +141,15 @@ def held_page(
 
 
 @triton.jit
+def store_values(values, position, value, held, seq_len, window, sinks):
+    """Write what [T] tokens of a page count to ``values`` of their head, by position: infinity for the newest
+    ``window`` and the first ``sinks``. Returns how many were ``held``."""
+    lasting = (position >= seq_len - window) | (position < sinks)
+    tl.store(values + position, tl.where(lasting, float("inf"), value), mask=held)
+    return tl.sum(held.to(tl.int32), 0)
+
+
+@triton.jit
 def load_codes(
     page, slot, chosen, DIM: tl.constexpr, BITS: tl.constexpr, OFFSET: tl.constexpr, META: tl.constexpr
 ):  # fmt: skip

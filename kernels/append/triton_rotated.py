@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from sglang_diffkv.kernels.quantize.triton import chunk_bytes, grain_of, store_groups
-from sglang_diffkv.kernels.rotate.triton import signs
+from sglang_diffkv.kernels.rotate.triton import block_signs, times_signs
 from sglang_diffkv.kernels.triton_table import ceil_div, padded, reserved_slots
 from sglang_diffkv.kernels.triton_tokens import store_numbers
 
@@ -52,8 +52,7 @@ def product_of(x_ptr, live, first, place, matrix, DIM: tl.constexpr, dot_type: t
     """Elements ``first + place`` of vectors [R] times ``matrix``, float32."""
     at = first + place
     x = tl.load(x_ptr[:, None] + at[None, :], mask=live[:, None] & (at < DIM)[None, :], other=0.0)
-    precision: tl.constexpr = "ieee" if dot_type == tl.float32 else "tf32"
-    return tl.dot(x.to(dot_type), matrix, input_precision=precision)
+    return times_signs(x, matrix, dot_type)
 
 
 @triton.jit
@@ -68,9 +67,9 @@ def turned_vectors(
     dot_type: tl.constexpr = given if ASM or given == tl.float16 else tl.float32  # not bf16 when interpreted
     row = tl.arange(0, C)
     column = row if CHUNKS > 1 else element
-    matrix = signs(row[:, None] % B, column[None, :] % B)
+    matrix = block_signs(row, column, C, B)
     if B < C:
-        matrix = tl.where((row[:, None] // B == column[None, :] // B) & exists[None, :], matrix, 0.0)
+        matrix = tl.where(exists[None, :], matrix, 0.0)
     matrix = matrix.to(dot_type)
     total = product_of(x_ptr, live, 0, row, matrix, DIM, dot_type)
     tl.static_assert(CHUNKS == 1 or CHUNKS == 2 or CHUNKS == 4)

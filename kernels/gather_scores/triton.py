@@ -10,7 +10,7 @@ import triton.language as tl
 
 from sglang_diffkv.kernels.parts import Part
 from sglang_diffkv.kernels.triton_table import layout_constants
-from sglang_diffkv.kernels.triton_tokens import held_page
+from sglang_diffkv.kernels.triton_tokens import held_page, store_values
 from sglang_diffkv.layout.state import PageState
 
 PROGRAMS = 8
@@ -46,9 +46,7 @@ def gather_kernel(
         )  # fmt: skip
         if SUMS:
             score = score * (seq_len - 1 - position).to(tl.float32)
-        lasting = (position >= seq_len - window) | (position < sinks)
-        tl.store(values + position, tl.where(lasting, float("inf"), score), mask=held)
-        found += tl.sum(held.to(tl.int32), 0)
+        found += store_values(values, position, score, held, seq_len, window, sinks)
     tl.atomic_add(stored + flat + tl.arange(0, 1), found)
 
 

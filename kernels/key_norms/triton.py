@@ -11,7 +11,7 @@ import triton.language as tl
 from sglang_diffkv.kernels.key_norms import reference
 from sglang_diffkv.kernels.parts import Part
 from sglang_diffkv.kernels.triton_table import layout_constants, padded
-from sglang_diffkv.kernels.triton_tokens import dequantized, held_page
+from sglang_diffkv.kernels.triton_tokens import dequantized, held_page, store_values
 from sglang_diffkv.layout.state import PageState
 
 PROGRAMS = 8
@@ -46,10 +46,8 @@ def norm_kernel(
         )  # fmt: skip
         key = dequantized(page, tl.arange(0, padded(TOKENS)), held, kind, D, KB, KEYS, KMETA)
         norm = tl.maximum(tl.sqrt_rn(tl.sum(key * key, 1)), LEAST_NORM)
-        lasting = (position >= seq_len - window) | (position < sinks)
         value = tl.div_rn(tl.full(norm.shape, 1.0, tl.float32), norm)
-        tl.store(values + position, tl.where(lasting, float("inf"), value), mask=held)
-        found += tl.sum(held.to(tl.int32), 0)
+        found += store_values(values, position, value, held, seq_len, window, sinks)
     tl.atomic_add(stored + flat + tl.arange(0, 1), found)
 
 

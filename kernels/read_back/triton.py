@@ -15,7 +15,7 @@ import triton.language as tl
 from sglang_diffkv.kernels.device import processors_of
 from sglang_diffkv.kernels.launch import Launch
 from sglang_diffkv.kernels.rotate.reference import NO_ROTATION, Rotation, block_size
-from sglang_diffkv.kernels.rotate.triton import signs
+from sglang_diffkv.kernels.rotate.triton import block_signs, signs, times_signs
 from sglang_diffkv.kernels.triton_table import (
     I_KB,
     I_KEYS,
@@ -112,7 +112,6 @@ def read_vectors(
     inside = chosen[:, None] & (d < DIM)[None, :]
     codes_type: tl.constexpr = raw if BITS == 16 else tl.float16
     dot_type: tl.constexpr = codes_type if ASM or codes_type == tl.float16 else tl.float32  # not bf16 when interpreted
-    precision: tl.constexpr = "ieee" if dot_type == tl.float32 else "tf32"
     scale = tl.full(slot.shape, 1.0, tl.float32)
     zero = tl.zeros(slot.shape, tl.float32)
     if BITS == 16:
@@ -122,10 +121,7 @@ def read_vectors(
     for first in tl.static_range(0, DP, C):
         column = first + tl.arange(0, C)
         if TURN:
-            matrix = signs(d[:, None] % B, column[None, :] % B)
-            if B < DP:
-                matrix = tl.where(d[:, None] // B == column[None, :] // B, matrix, 0.0)
-            y = tl.dot(x.to(dot_type), matrix.to(dot_type), input_precision=precision)
+            y = times_signs(x, block_signs(d, column, DP, B), dot_type)
             y = (y * scale[:, None] + tl.where(column % B == 0, B * 1.0, 0.0)[None, :] * zero[:, None]) * NORM
         else:
             y = x.to(tl.float32) * scale[:, None] + zero[:, None]

@@ -33,6 +33,23 @@ def signs(row, column):
 
 
 @triton.jit
+def block_signs(row, column, ROWS: tl.constexpr, B: tl.constexpr):
+    """Sylvester's matrix for each block of ``B`` elements, 0 between blocks: float32 [rows, columns], of less than
+    ``ROWS`` different rows if there are several blocks."""
+    matrix = signs(row[:, None] % B, column[None, :] % B)
+    if B < ROWS:
+        matrix = tl.where(row[:, None] // B == column[None, :] // B, matrix, 0.0)
+    return matrix
+
+
+@triton.jit
+def times_signs(x, matrix, dot_type: tl.constexpr):
+    """The product of ``x``, whose numbers ``dot_type`` holds exactly, with a matrix of signs, in float32."""
+    precision: tl.constexpr = "ieee" if dot_type == tl.float32 else "tf32"
+    return tl.dot(x.to(dot_type), matrix.to(dot_type), input_precision=precision)
+
+
+@triton.jit
 def turn_vectors(
     x_ptr, out_ptr, stride, head_stride, heads, count, vector, norm,
     D: tl.constexpr, B: tl.constexpr, C: tl.constexpr, PRECISION: tl.constexpr,

@@ -1,14 +1,18 @@
 """Servers from a process that has imported SGLang already.
 
 A server is three processes or more, each of which imports SGLang and all of its models: ten seconds of CPU, again and
-again in a run of the tests. ``Preloaded`` keeps one process that has imported them, and forks it for every server;
-what the server starts is forked in turn. All else is ``python -m sglang.launch_server``: same arguments, same
-environment, a session of its own. Tests marked ``new_process`` and all of ``make test-all`` run the real command.
+again in a run of the tests. ``Preloaded`` keeps one process that has imported them, with SGLang's plugins applied, and
+forks it for every server; what the server starts is forked in turn. So a start takes about one second of CPU. All else
+is ``python -m sglang.launch_server``: same arguments, same environment, a session of its own. Tests marked
+``new_process`` and all of ``make test-all`` run the real command.
 """
 
 from __future__ import annotations
 
 import array
+import contextlib
+import ctypes
+import gc
 import importlib
 import json
 import logging
@@ -25,20 +29,25 @@ import warnings
 from collections.abc import Mapping, Sequence
 from typing import IO, Any
 
-from sglang_diffkv.config import CHECK_ENV, CONFIG_ENV
+from sglang_diffkv.config import CACHE_ENV, CHECK_ENV, CONFIG_ENV
 from sglang_diffkv.evaluate.server import CPU_ENV, OFFLINE_ENV
 
 MODULE = "sglang.launch_server"
 READ_LATE = {
+    CACHE_ENV,
     CHECK_ENV,
     CONFIG_ENV,
     "SGLANG_CPU_OMP_THREADS_BIND",
     "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY",
+    "SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR",
+    "SGLANG_INIT_NEW_TOKEN_RATIO",
     "PYTEST_CURRENT_TEST",
 }
 """Variables that no module reads when it is imported."""
 HANDLED = (signal.SIGCHLD, signal.SIGINT, signal.SIGQUIT, signal.SIGTERM, signal.SIGUSR1)
 """Signals that SGLang's processes handle each in its own way."""
+PR_SET_CHILD_SUBREAPER = 36
+"""Of Linux: processes whose parent has ended become children of this one, which waits for them."""
 LARGEST = 1 << 20
 """Bytes of a message."""
 
@@ -124,16 +133,21 @@ def serve(connection: socket.socket) -> None:
         for name in (MODULE, "sglang.srt.entrypoints.http_server", "sglang.srt.models.registry"):
             importlib.import_module(name)
         importlib.import_module("sglang_diffkv.srt.backend")
+        importlib.import_module("sglang.srt.plugins").load_plugins()  # a scan of all modules for each hook
     logging.disable(logging.NOTSET)
     assert len(os.listdir("/proc/self/task")) == 1, "a fork takes one thread along"
+    gc.collect()
+    gc.freeze()  # else each server looks through, and so copies, all that was imported: a second and more
+    ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    ended: dict[int, int] = {}
     while True:
         data, rights, _, _ = connection.recvmsg(LARGEST, socket.CMSG_LEN(4))
         if not data:
             return
         message = json.loads(data)
         if "status_of" in message:
-            pid, status = os.waitpid(message["status_of"], os.WNOHANG)
-            answer = {"status": os.waitstatus_to_exitcode(status) if pid else None}
+            reap(ended)
+            answer = {"status": ended.get(message["status_of"])}
         else:
             log = int.from_bytes(rights[0][2], sys.byteorder)
             pid = os.fork()
@@ -143,6 +157,13 @@ def serve(connection: socket.socket) -> None:
             os.close(log)
             answer = {"pid": pid}
         connection.send(json.dumps(answer).encode())
+
+
+def reap(ended: dict[int, int]) -> None:
+    """Add the exit codes of processes that have ended: servers, and what they left behind."""
+    with contextlib.suppress(ChildProcessError):
+        while (found := os.waitpid(-1, os.WNOHANG))[0]:
+            ended[found[0]] = os.waitstatus_to_exitcode(found[1])
 
 
 def become_server(argv: list[str], env: dict[str, str], log: int) -> None:

@@ -68,7 +68,7 @@ class SharedServer:
         """End the server."""
         server, self.server = self.server, None
         if server is not None:
-            server.stop(grace=1.0)  # idle or broken, it has nothing to end in its own time
+            server.stop(grace=0.0)  # idle or broken, it has nothing to end in its own time
 
 
 def stats_of(server: Server) -> dict[str, Any]:

@@ -65,9 +65,7 @@ def crowd_out(server: Server) -> None:
 def test_lossless_gives_stock_tokens(
     more: tuple[str, ...], prompts: list[list[int]], server_of: Callable[..., Server]
 ) -> None:
-    stock = client.run(
-        server_of(stock_backend(), env={"SGLANG_PLUGINS": "none"}).url, prompts, NEW_TOKENS, top_logprobs=2
-    )
+    stock = client.run(server_of(stock_backend()).url, prompts, NEW_TOKENS, top_logprobs=2)
     server = server_of("diffkv", tier(WRITE_THROUGH, *more), config=LOSSLESS, env=STRICT)
     for round_ in range(2):
         before = counts(server)["tokens_restored"]

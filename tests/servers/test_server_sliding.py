@@ -52,7 +52,7 @@ def key_means(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(scope="module")
 def stock(model: Path, shared_server: SharedServer) -> list[Record]:
-    found = _ask(shared_server.get(stock_backend(), ARGS[:2], model=model, env={"SGLANG_PLUGINS": "none"}))
+    found = _ask(shared_server.get(stock_backend(), ARGS[:2], model=model))
     assert len({tuple(x.output_ids) for x in found}) == len(found), "the model says the same whatever it is asked"
     return found
 
@@ -146,7 +146,7 @@ def _load(server: Server, *, at_once: bool) -> list[Record]:
 @pytest.fixture(scope="module")
 def stock_of_many(model: Path, shared_server: SharedServer) -> list[Record]:
     args = ("--max-total-tokens", "16000")
-    server = shared_server.get(stock_backend(), args, model=model, env={"SGLANG_PLUGINS": "none"})
+    server = shared_server.get(stock_backend(), args, model=model)
     return _load(server, at_once=False)
 
 
@@ -192,7 +192,7 @@ def test_gemma_2_without_a_cap_gives_stock_tokens(
     tmp_path: Path, shared_server: SharedServer, server_of: Callable[..., Server]
 ) -> None:
     make_gemma2(tmp_path, None)
-    stock = _ask(shared_server.get(stock_backend(), ARGS[:2], model=tmp_path, env={"SGLANG_PLUGINS": "none"}))
+    stock = _ask(shared_server.get(stock_backend(), ARGS[:2], model=tmp_path))
     server = server_of("diffkv", ARGS, model=tmp_path, config={"tiers": ["BF16"]}, env=STRICT)
     for concurrency in (1, 3):
         check_tokens([x.output_ids for x in _ask(server, concurrency)], stock, f"Gemma 2, {concurrency} at a time")
