@@ -244,7 +244,7 @@ def _update_scores(
     rule: dict[str, Any] = {"observe_from": observe_from, "observe_every": observe_every, "reduce": reduce}
     if max_prefix:
         prepare_score_pages(state, q, *lens, max_prefix, sm_scale, logit_cap, shared_scores, **rule)(layer, q, lse)
-    prepare_score_new(state, q, key, *lens, max_extend, sm_scale, logit_cap, **rule)(layer, q, key, lse)
+    prepare_score_new(state, q, key, lse, *lens, max_extend, sm_scale, logit_cap, **rule)(layer, q, key, lse)
 
 
 def _scored(
@@ -308,12 +308,13 @@ def prepare_score_pages(
 
 
 def prepare_score_new(
-    state: PageState, q: torch.Tensor, key: torch.Tensor, rows: torch.Tensor, starts: torch.Tensor,
+    state: PageState, q: torch.Tensor, key: torch.Tensor, lse: torch.Tensor, rows: torch.Tensor, starts: torch.Tensor,
     extend_lens: torch.Tensor, prefix_lens: torch.Tensor, max_extend: int, sm_scale: float, logit_cap: float,
-    *, observe_from: torch.Tensor | None, observe_every: int | torch.Tensor, reduce: str,
+    *, observe_from: torch.Tensor | None, observe_every: int | torch.Tensor, reduce: str, lse_unit: float = 1.0,
 ) -> Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], None]:  # fmt: skip
-    """What gives ``extend_attention``'s scores of new tokens in a layer, from ``q`` and ``key`` of the form of these
-    and the log-sum-exp of what they give."""
+    """What gives ``extend_attention``'s scores of new tokens in a layer, from ``q``, ``key`` and ``lse`` of the form of
+    these. ``lse``: [tokens, Hq] float32 of any strides, the log-sum-exp of what they give; ``lse_unit`` times it is
+    base 2."""
     heads, batch = state.num_heads, rows.shape[0]
     observers, common = _scored(state, q, extend_lens, logit_cap, observe_from, observe_every, reduce)
     tile = NEW_KEYS if q.shape[2] <= 128 else NEW_KEYS // 2
@@ -322,9 +323,9 @@ def prepare_score_new(
         new_scores_kernel,
         (batch * heads * split * -(-max_extend // tile),),
         (
-            None, q.stride(0), q.stride(1), None, key.stride(0), key.stride(1), None, starts, extend_lens, prefix_lens,
-            *observers, rows, batch, state.write_slot, state.own_entry, state.pages, state.page_table, state.row_blocks,
-            None, sm_scale, logit_cap,
+            None, q.stride(0), q.stride(1), None, key.stride(0), key.stride(1), None, *lse.stride(), lse_unit, starts,
+            extend_lens, prefix_lens, *observers, rows, batch, state.write_slot, state.own_entry, state.pages,
+            state.page_table, state.row_blocks, None, sm_scale, logit_cap,
         ),
         {
             **_score_constants(*_shape(state)), **common, "SPLIT": split, "M": tile, "N": tile, "num_warps": 4,
@@ -339,18 +340,19 @@ def prepare_score_new(
 
 
 def prepare_stored_sums(
-    state: PageState, q: torch.Tensor, keys: torch.Tensor, starts: torch.Tensor, extend_lens: torch.Tensor,
-    prefix_lens: torch.Tensor, first: torch.Tensor, into: torch.Tensor, most: int, sm_scale: float, logit_cap: float, *,
-    observe_from: torch.Tensor | None, observe_every: int | torch.Tensor, reduce: str,
+    state: PageState, q: torch.Tensor, keys: torch.Tensor, lse: torch.Tensor, starts: torch.Tensor,
+    extend_lens: torch.Tensor, prefix_lens: torch.Tensor, first: torch.Tensor, into: torch.Tensor, most: int,
+    sm_scale: float, logit_cap: float, *, observe_from: torch.Tensor | None, observe_every: int | torch.Tensor,
+    reduce: str, lse_unit: float = 1.0,
 ) -> Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, int], None]:  # fmt: skip
-    """A function of ``q`` and ``keys`` of the form of these, ``lse``, ``sums`` and ``first_head``. It fills the rows of
+    """A function of ``q``, ``keys`` and ``lse`` of the form of these, ``sums`` and ``first_head``. It fills the rows of
     ``sums`` that are of the heads of ``keys``: what stored tokens receive from new ones that observe.
 
     Args:
         q: [tokens, Hq, head_dim]. keys: [all tokens, n, head_dim], of stored tokens and the new ones behind them, of
             the ``n`` KV heads from ``first_head`` on: not rotated, means added. first: [B], the first token of a
             request that counts, and ``most`` of one after it that do. into: [B], a request's first place.
-        lse: [tokens, Hq] float32, base 2, contiguous. sums: [H, all tokens] float32; others' places stay.
+        lse, lse_unit: as for ``prepare_score_new``. sums: [H, all tokens] float32; others' places stay.
     """
     observers, common = _scored(state, q, extend_lens, logit_cap, observe_from, observe_every, reduce)
     total, heads, dim = keys.shape
@@ -360,18 +362,18 @@ def prepare_stored_sums(
         stored_sums_kernel,
         (batch * heads * triton.cdiv(most, tile),),
         (
-            None, q.stride(0), q.stride(1), None, None, starts, extend_lens, prefix_lens, *observers, first, into,
-            batch, heads, None, total, None, sm_scale, logit_cap,
+            None, q.stride(0), q.stride(1), None, None, *lse.stride(), lse_unit, starts, extend_lens, prefix_lens,
+            *observers, first, into, batch, heads, None, total, None, sm_scale, logit_cap,
         ),
         dict(
-            D=dim, HQ=q.shape[1], M=tile, N=tile, ASM=not INTERPRETED, **common, num_warps=4, num_stages=2
+            D=dim, M=tile, N=tile, ASM=not INTERPRETED, **common, num_warps=4, num_stages=2
         ),
     )  # fmt: skip
 
     def sum_again(
         q: torch.Tensor, keys: torch.Tensor, lse: torch.Tensor, sums: torch.Tensor, first_head: int
     ) -> None:  # fmt: skip
-        assert lse.is_contiguous() and sums.is_contiguous() and sums.shape == (state.num_heads, total)
+        assert sums.is_contiguous() and sums.shape == (state.num_heads, total)
         launch(q=q, keys=keys, lse=lse, sums=sums, first_head=first_head)
 
     return sum_again

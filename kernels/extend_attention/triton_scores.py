@@ -47,8 +47,8 @@ def sampled(number, prefix, every):
 
 @triton.jit
 def received_from(
-    q, q_stride, q_head, lse, k, start, column, query, asked, query_head, factor, logit_cap,
-    D: tl.constexpr, HQ: tl.constexpr, CAUSAL: tl.constexpr, HAS_CAP: tl.constexpr,
+    q, q_stride, q_head, lse, lse_stride, lse_head, lse_unit, k, start, column, query, asked, query_head, factor,
+    logit_cap, D: tl.constexpr, CAUSAL: tl.constexpr, HAS_CAP: tl.constexpr,
 ):  # fmt: skip
     """What [N] keys ``k`` [N, D] receive from those of queries ``query`` [M] of one head that are ``asked``;
     ``CAUSAL``: from later ones."""
@@ -57,7 +57,7 @@ def received_from(
     inside = asked[None, :] & (d[:, None] < D)
     q_ptr = q + token * q_stride + query_head * q_head
     x = tl.load(q_ptr[None, :] + d[:, None], mask=inside, other=0.0).to(k.dtype)  # [D, M]
-    norm = tl.load(lse + token * HQ + query_head, mask=asked, other=float("inf"))
+    norm = tl.load(lse + token * lse_stride + query_head * lse_head, mask=asked, other=float("inf")) * lse_unit
     s = capped(tl.dot(k, x) * factor, logit_cap, HAS_CAP) - norm[None, :]
     if CAUSAL:
         s = tl.where(query[None, :] > column[:, None], s, float("-inf"))
@@ -65,12 +65,13 @@ def received_from(
 
 
 @triton.jit(
-    do_not_specialize=["batch", "layer"],
-    do_not_specialize_on_alignment=["starts", "extend_lens", "prefix_lens", "since", "every", "rows"],
+    do_not_specialize=["batch", "layer", "lse_stride", "lse_head"],
+    do_not_specialize_on_alignment=["lse", "starts", "extend_lens", "prefix_lens", "since", "every", "rows"],
 )
 def new_scores_kernel(
-    q, q_stride, q_head, key, key_stride, key_head, lse, starts, extend_lens, prefix_lens, since, every, rows, batch,
-    write_slot, own_entry, pages, page_table, row_blocks, layer, sm_scale, logit_cap,
+    q, q_stride, q_head, key, key_stride, key_head, lse, lse_stride, lse_head, lse_unit, starts, extend_lens,
+    prefix_lens, since, every, rows, batch, write_slot, own_entry, pages, page_table, row_blocks, layer, sm_scale,
+    logit_cap,
     TIERS: tl.constexpr, TOKENS: tl.constexpr, SCORES: tl.constexpr, D: tl.constexpr, PAGE_BYTES: tl.constexpr,
     MAX_BLOCKS: tl.constexpr, L: tl.constexpr, H: tl.constexpr, G: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
     HAS_CAP: tl.constexpr, ASM: tl.constexpr, MEAN: tl.constexpr, WINDOWED: tl.constexpr, SAMPLED: tl.constexpr,
@@ -83,8 +84,8 @@ def new_scores_kernel(
     ``WINDOWED``: of the queries before position ``since`` [B] none counts or, if ``SAMPLED``, each ``every`` [B]-th,
     as so many.
 
-    Strides are in elements. ``lse`` [tokens, Hq] is base 2. ``M`` divides ``N``; keys with many later queries come
-    first.
+    Strides are in elements. ``lse`` [tokens, Hq], times ``lse_unit``, is base 2. ``M`` divides ``N``; keys with many
+    later queries come first.
     """
     b, share, tile, _ = request_head_tile(batch, H * SPLIT)
     head = share // SPLIT
@@ -125,21 +126,21 @@ def new_scores_kernel(
                 asked = some + m < (prefix + silent) // step
                 query = sampled(some + m, prefix, step)
                 total += received_from(
-                    q, q_stride, q_head, lse, k, start, column, query, asked, at, factor, logit_cap,
-                    D, H * G, True, HAS_CAP,
+                    q, q_stride, q_head, lse, lse_stride, lse_head, lse_unit, k, start, column, query, asked, at,
+                    factor, logit_cap, D, True, HAS_CAP,
                 )  # fmt: skip
             total *= step
         for begin in range(own_first, tl.minimum(first + N, extend), M):
             asked = (begin + m < extend) & (begin + m >= silent)
             total += received_from(
-                q, q_stride, q_head, lse, k, start, column, begin + m, asked, at, factor, logit_cap,
-                D, H * G, True, HAS_CAP,
+                q, q_stride, q_head, lse, lse_stride, lse_head, lse_unit, k, start, column, begin + m, asked, at,
+                factor, logit_cap, D, True, HAS_CAP,
             )  # fmt: skip
         for begin in range(later_first, extend, M):
             asked = (begin + m < extend) & (begin + m >= silent)
             total += received_from(
-                q, q_stride, q_head, lse, k, start, column, begin + m, asked, at, factor, logit_cap,
-                D, H * G, False, HAS_CAP,
+                q, q_stride, q_head, lse, lse_stride, lse_head, lse_unit, k, start, column, begin + m, asked, at,
+                factor, logit_cap, D, False, HAS_CAP,
             )  # fmt: skip
         received = received + total if MEAN else tl.maximum(received, total)
     if MEAN:
@@ -163,8 +164,9 @@ def new_scores_kernel(
 
 
 @triton.jit(
-    do_not_specialize=["batch", "heads", "first_head", "total"],
+    do_not_specialize=["batch", "heads", "first_head", "total", "lse_stride", "lse_head"],
     do_not_specialize_on_alignment=[
+        "lse",
         "starts",
         "extend_lens",
         "prefix_lens",
@@ -175,16 +177,16 @@ def new_scores_kernel(
     ],
 )
 def stored_sums_kernel(
-    q, q_stride, q_head, keys, lse, starts, extend_lens, prefix_lens, since, every, first_scored, into, batch, heads,
-    first_head, total, sums, sm_scale, logit_cap,
-    D: tl.constexpr, HQ: tl.constexpr, G: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
+    q, q_stride, q_head, keys, lse, lse_stride, lse_head, lse_unit, starts, extend_lens, prefix_lens, since, every,
+    first_scored, into, batch, heads, first_head, total, sums, sm_scale, logit_cap,
+    D: tl.constexpr, G: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
     HAS_CAP: tl.constexpr, ASM: tl.constexpr, MEAN: tl.constexpr, WINDOWED: tl.constexpr, SAMPLED: tl.constexpr,
 ):  # fmt: skip
     """Grid (B * heads * ceil(most tokens / N)): what ``N`` stored tokens receive from new ones, joined over query
     heads. Those before ``first_scored`` [B] do not count.
 
     ``keys`` [total, heads, D] are of the KV heads from ``first_head`` on, as the model gives them; a request's begin at
-    ``into`` [B]. ``sums`` [all KV heads, total]. ``q``, ``lse`` [tokens, HQ] and who observes: as in
+    ``into`` [B]. ``sums`` [all KV heads, total]. ``q``, ``lse`` [tokens, Hq] and who observes: as in
     ``new_scores_kernel``.
     """
     b, column_head, tile, _ = request_head_tile(batch, heads)
@@ -219,14 +221,14 @@ def stored_sums_kernel(
             for some in range(prefix // step, last, M):
                 query = sampled(some + m, prefix, step)
                 sum_of_head += received_from(
-                    q, q_stride, q_head, lse, k, start, column, query, some + m < last, at, factor, logit_cap,
-                    D, HQ, False, HAS_CAP,
+                    q, q_stride, q_head, lse, lse_stride, lse_head, lse_unit, k, start, column, query, some + m < last,
+                    at, factor, logit_cap, D, False, HAS_CAP,
                 )  # fmt: skip
             sum_of_head *= step
         for begin in range(silent, extend, M):
             sum_of_head += received_from(
-                q, q_stride, q_head, lse, k, start, column, begin + m, begin + m < extend, at, factor, logit_cap,
-                D, HQ, False, HAS_CAP,
+                q, q_stride, q_head, lse, lse_stride, lse_head, lse_unit, k, start, column, begin + m,
+                begin + m < extend, at, factor, logit_cap, D, False, HAS_CAP,
             )  # fmt: skip
         received = received + sum_of_head if MEAN else tl.maximum(received, sum_of_head)
     if MEAN:

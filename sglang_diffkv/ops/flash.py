@@ -30,6 +30,8 @@ def attention_function() -> Callable[..., Any] | None:
 class FlashPrefill:
     """FlashAttention-3 over the tensors of a pass. It has no memory of its own."""
 
+    lse_unit = LOG2E
+
     def __init__(self) -> None:
         function = attention_function()
         assert function is not None, "there is no FlashAttention-3"
@@ -78,8 +80,4 @@ class FlashPrefill:
         out, norm, *_ = self._attend(*tensors, *lens, softmax_scale=scaling.scale, causal=True, return_softmax_lse=True)
         if alone:
             out, norm = out.squeeze(0), norm.squeeze(0)
-        if not lse:
-            return out, None
-        of_tokens = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
-        torch.mul(norm.t(), LOG2E, out=of_tokens)  # from [Hq, tokens], base e
-        return out, of_tokens
+        return out, norm.t() if lse else None  # from [Hq, tokens], base e

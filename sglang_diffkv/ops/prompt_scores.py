@@ -24,14 +24,15 @@ def prompts_scored(state: PageState, step: Step, policy: Policy) -> bool:
 
 def score_new(
     state: PageState, layer: int, q: torch.Tensor, key: torch.Tensor, lse: torch.Tensor, step: Step, scaling: Scaling,
-    policy: Policy,
+    policy: Policy, lse_unit: float,
 ) -> None:  # fmt: skip
-    """The scores of new tokens. ``lse``: [tokens, Hq] float32, base 2, of all that queries attend to."""
+    """The scores of new tokens. ``lse``: [tokens, Hq] float32, of all that queries attend to; ``lse_unit`` times it is
+    base 2."""
 
     def prepare() -> Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], None]:
         lens = (step.rows, step.starts, step.extend_lens, step.prefix_lens)
         observers = step.observers(policy.observation)
-        return prepare_score_new(state, q, key, *lens, step.max_extend, *scaling, **observers)
+        return prepare_score_new(state, q, key, lse, *lens, step.max_extend, *scaling, lse_unit=lse_unit, **observers)
 
     step.launches.prepared(("new scores", scaling), prepare, q, key, lse)(layer, q, key, lse)
 
@@ -61,17 +62,17 @@ class StoredSums:
 
     def add(
         self, state: PageState, q: torch.Tensor, keys: torch.Tensor, lse: torch.Tensor, step: Step, scaling: Scaling,
-        policy: Policy, first_head: int,
+        policy: Policy, first_head: int, lse_unit: float,
     ) -> None:  # fmt: skip
-        """Of the KV heads of ``keys`` [all tokens, n, head_dim], the first of which is ``first_head``. ``lse``: as of
-        ``score_new``, of these heads' queries."""
+        """Of the KV heads of ``keys`` [all tokens, n, head_dim], the first of which is ``first_head``. ``lse``,
+        ``lse_unit``: as of ``score_new``, of these heads' queries."""
         whole = step.whole
         assert whole is not None
 
         def prepare() -> SumStored:
             lens = (step.starts, step.extend_lens, step.prefix_lens, self._first, whole.into)
             observers = step.observers(policy.observation)
-            return prepare_stored_sums(state, q, keys, *lens, self.most, *scaling, **observers)
+            return prepare_stored_sums(state, q, keys, lse, *lens, self.most, *scaling, lse_unit=lse_unit, **observers)
 
         again: SumStored = step.launches.prepared(("stored sums", scaling), prepare, q, keys, lse, self._sums)
         again(q, keys, lse, self._sums, first_head)

@@ -66,6 +66,8 @@ class RaggedPrefill:
         buffer: uint8, ``workspace_bytes`` at least, that nothing else uses between ``plan`` and the last ``run``.
     """
 
+    lse_unit = 1.0
+
     def __init__(
         self,
         q_heads: int,

@@ -50,13 +50,13 @@ def attend(
         out, lse = library.run(q, keys, values, scaling, lse=scored)
         if sums is not None:
             assert lse is not None
-            sums.add(state, q, keys, lse, step, scaling, policy, 0)
+            sums.add(state, q, keys, lse, step, scaling, policy, 0, library.lse_unit)
     else:
         out, lse = _by_heads(
             state, layer, q, key, value, step, library, scaling, policy, rotation, key_means, scored, sums
         )  # fmt: skip
     if lse is not None:
-        score_new(state, layer, q, key, lse, step, scaling, policy)
+        score_new(state, layer, q, key, lse, step, scaling, policy, library.lse_unit)
     if sums is not None:
         sums.fold(state, layer, step, policy)
     return out
@@ -81,7 +81,7 @@ def _by_heads(
         if lse is not None and norm is not None:
             lse[:, asked] = norm
             if sums is not None:
-                sums.add(state, q, keys, lse, step, scaling, policy, first)
+                sums.add(state, q, keys, lse, step, scaling, policy, first, library.lse_unit)
     return out, lse
 
 

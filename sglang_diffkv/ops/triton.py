@@ -53,7 +53,7 @@ from sglang_diffkv.ops.decisions import Decisions, Scoring, WholeHeadKernels
 from sglang_diffkv.ops.decode_buffers import DecodeBuffers
 from sglang_diffkv.ops.flash import FlashPrefill
 from sglang_diffkv.ops.launches import Launches, rotate_again
-from sglang_diffkv.ops.library import PrefillLibrary
+from sglang_diffkv.ops.library import PrefillLibrary, base_2
 from sglang_diffkv.ops.prompt_scores import prompts_scored, score_new
 from sglang_diffkv.ops.ragged import RaggedPrefill
 from sglang_diffkv.policies.base import Policy, WholeHead
@@ -266,10 +266,10 @@ class TritonOps(Ops):
             out, lse = ragged.run(q, key, value, scaling, lse=scored or not alone)
             if alone:
                 if lse is not None:
-                    score_new(state, layer, q, key, lse, step, scaling, policy)
+                    score_new(state, layer, q, key, lse, step, scaling, policy, ragged.lse_unit)
                 return out
             assert lse is not None
-            new_part = out, lse
+            new_part = out, base_2(ragged, lse)
         return extend_attention(
             state,
             layer,

@@ -9,6 +9,7 @@ instructions.
 from __future__ import annotations
 
 import json
+import math
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -87,6 +88,8 @@ def compile_instead_of_launching(found: dict[str, Any]) -> None:
 class Planned:
     """What the ops ask of a library, which computes nothing here."""
 
+    lse_unit = math.log2(math.e)
+
     def __init__(self, scaling: Scaling):
         self.scale, self.logit_cap = scaling
 
@@ -98,7 +101,7 @@ class Planned:
     def run(
         self, q: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: Scaling, *, lse: bool = True
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        return torch.zeros(*q.shape[:2], value.shape[2], dtype=q.dtype), torch.zeros(q.shape[:2])
+        return torch.zeros(*q.shape[:2], value.shape[2], dtype=q.dtype), torch.zeros(q.shape[1], q.shape[0]).t()
 
 
 def start(

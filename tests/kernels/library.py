@@ -15,10 +15,12 @@ class Library:
 
     Attributes:
         asked: for every layer, tokens of keys and of queries that it was asked for. heads: of each time, those of keys.
+        lse_unit: with ``natural`` log-sum-exps are as FlashAttention-3 gives them, base e and [Hq, tokens] in memory.
     """
 
-    def __init__(self, scaling: Scaling):
+    def __init__(self, scaling: Scaling, *, natural: bool = True):
         self.scale, self.logit_cap = scaling
+        self.lse_unit = 1 / math.log(2) if natural else 1.0
         self.asked: list[tuple[int, int]] = []
         self.heads: list[int] = []
         self._lens: list[tuple[int, int]] = []
@@ -38,7 +40,8 @@ class Library:
         self.asked.append((len(key), len(q)))
         assert (len(q), len(key)) == tuple(map(sum, zip(*self._lens, strict=True)))
         outs, norms = zip(*self._requests(q, key, value), strict=True)
-        return torch.cat(outs).to(q.dtype), torch.cat(norms) if lse else None
+        norm = torch.cat(norms) / self.lse_unit
+        return torch.cat(outs).to(q.dtype), (norm if self.lse_unit == 1 else norm.t().contiguous().t()) if lse else None
 
     def _requests(
         self, q: torch.Tensor, key: torch.Tensor, value: torch.Tensor

@@ -125,7 +125,7 @@ def test_layers_of_passes_match_references(
     managers = [make_manager(make_format(tiers, DIM), layers=LAYERS, heads=HEADS, policy=policy) for _ in range(2)]
     ops = [TritonOps(managers[0].state, managers[0].policy, HEADS * GROUP, 400), managers[1].ops]
     if library:
-        ops[0].ragged = Library(SCALING)
+        ops[0].ragged = Library(SCALING, natural=False)
     means = torch.randn(LAYERS, HEADS, DIM, generator=generator).to(DEVICE, BF16) if rotation.keys else None
     wrappers = [
         [kind(some, rotation=rotation, key_means=means) for kind in (ExtendWrapper, DecodeWrapper)]
