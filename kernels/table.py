@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from typing import TypeVar
+
+import numpy as np
 import torch
 
 from sglang_diffkv.layout.state import TABLE_BLOCK, PageState, bounds
 
+Numbers = TypeVar("Numbers", torch.Tensor, np.ndarray)
 
-def table_column(state: PageState, tier: int, entry: torch.Tensor) -> torch.Tensor:
+
+def table_column(state: PageState, tier: int, entry: Numbers) -> Numbers:
     """Columns of entries of ``tier``, see ``PageState``; of the same shape."""
     if tier == 0:
         return entry

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -228,3 +230,11 @@ def new_scores(manager: PageManager, batch: int) -> Any:
 def page_bytes(state: PageState, pages: list[int]) -> bytes:
     """The raw bytes of some pages."""
     return state.pages[pages].numpy().tobytes()
+
+
+def until(true: Callable[[], bool]) -> None:
+    """Wait for what threads bring about."""
+    end = time.monotonic() + 20
+    while not true():
+        assert time.monotonic() < end, "it never comes to that"
+        time.sleep(0.002)

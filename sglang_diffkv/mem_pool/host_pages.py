@@ -119,6 +119,11 @@ class HostPages:
         self._pin_to(self._count)
         self._shrink(least(self._count if self._pinning is None else self._pinning.ready))
 
+    def idle(self, idle: bool) -> None:
+        """Whether the server has nothing to do, so that pinning ahead holds nobody up."""
+        if self._pinning is not None:
+            self._pinning.idle(idle)
+
     def end_of_part(self, page: int) -> int:
         """The page after the last one of a page's part."""
         return (page // self.part + 1) * self.part

@@ -29,7 +29,8 @@ class Pinning:
     """The parts of a block of host memory are pinned in order, each in some hundredths of a second, which no pass waits
     for as long as the thread is ahead of what is taken.
 
-    The thread starts with the first ``want``: while CUDA graphs are captured, nothing may be pinned.
+    The thread starts with the first ``want``: while CUDA graphs are captured, nothing may be pinned. While it pins,
+    CUDA lets no kernel be launched, so it goes on by itself only while the server is ``idle``.
 
     Args:
         pages: [count, page_bytes] uint8. part: pages that are pinned at once. register: what pins them; called in the
@@ -44,6 +45,7 @@ class Pinning:
         self._pages, self._part, self._register = pages, part, register
         self._ahead = max(AHEAD_BYTES // max(pages.shape[1], 1), 1)
         self._wanted = 0
+        self._idle = False
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
         _advise(pages, HUGE_PAGE)
@@ -56,6 +58,14 @@ class Pinning:
             self._changed.notify_all()
             self._changed.wait_for(lambda: self.ready >= end or bool(self.error))
             return self.ready >= end
+
+    def idle(self, idle: bool) -> None:
+        """Whether the server has nothing to do: then all of the memory is pinned, one part after the other."""
+        if idle != self._idle and self.ready < len(self._pages):
+            with self._changed:
+                self._idle = idle
+                self._start()
+                self._changed.notify_all()
 
     def _start(self) -> None:
         if self._thread is None:
@@ -80,7 +90,7 @@ class Pinning:
             torch.cuda.set_device(device)
         while not self.error and self.ready < len(self._pages):
             with self._changed:
-                self._changed.wait_for(lambda: self._wanted > self.ready)
+                self._changed.wait_for(lambda: self._idle or self._wanted > self.ready)
             upto = min((self.ready // self._part + 1) * self._part, len(self._pages))
             memory = self._pages[self.ready : upto]
             _advise(memory, POPULATE_WRITE)

@@ -94,6 +94,31 @@ class SavedRow:
         assert len(sizes) == 1 and max(sizes) <= self.host_pages, "a saved row and its pages disagree"
 
 
+@dataclass(frozen=True)
+class Chosen:
+    """The pages of a saved row that hold tokens at positions [lo, hi).
+
+    Attributes:
+        pages: [n] bool, of all that it has. runs: where all are.
+    """
+
+    saved: SavedRow
+    lo: int
+    hi: int
+    pages: np.ndarray
+    runs: list[Run]
+
+    @classmethod
+    def of(cls, saved: SavedRow, lo: int, hi: int) -> Chosen:
+        pages = saved.holds(lo, hi)
+        return cls(saved, lo, hi, pages, first_of(saved.runs, len(pages)))
+
+    def columns(self) -> tuple[np.ndarray, ...]:
+        """[n] each, of the chosen ones: tier, head, and the position range as far as it counts."""
+        saved, low, high = self.saved, self.saved.lo[self.pages], self.saved.upper[self.pages]
+        return saved.tier[self.pages], saved.head[self.pages], np.maximum(low, self.lo), np.minimum(high, self.hi)
+
+
 class SavedRows:
     """Saves rows and restores them.
 
@@ -263,13 +288,15 @@ class SavedRows:
         return np.bincount(which, minlength=heads * tiers).reshape(heads, tiers)
 
     def restore(self, saved: SavedRow, lo: int) -> Segment | None:
-        """As ``restore_range``, from position ``lo`` to the last token that is saved."""
-        (needed,) = self.needed([(saved, lo, None)])
-        return self.restore_range(saved, Segment(0, lo, saved.hi, first=lo, end=saved.end), needed)
+        """As ``restore_all``, from position ``lo`` to the last token that is saved."""
+        needed = self.needed([(saved, lo, None)])
+        segments = self.restore_all([(saved, Segment(0, lo, saved.hi, first=lo, end=saved.end))], needed)
+        return None if segments is None else segments[0]
 
-    def restore_range(self, saved: SavedRow, wanted: Segment, needed: Needed) -> Segment | None:
-        """A segment for the prefix cache, in pages of the ring, of saved tokens at the ``wanted`` positions, and with
-        all else that ``wanted`` says. The caller has made sure of the pages. Nothing waits for the device.
+    def restore_all(self, wanted: Sequence[tuple[SavedRow, Segment]], needed: Sequence[Needed]) -> list[Segment] | None:
+        """Segments for the prefix cache, in pages of the ring, of saved tokens at the positions of the ``wanted``
+        segments, and with all else that these say. The caller has made sure of the pages. Nothing waits for the device,
+        and one part takes about as many launches as many do.
 
         Args:
             needed: what ``needed`` says of the wanted positions.
@@ -277,37 +304,51 @@ class SavedRows:
         Returns None, changing nothing, if no segment row or table block is left, or on any rank no memory of the device
         to list the pages. With several ranks all have to call it.
         """
-        device, state, lo, hi = self.device, self.device.state, wanted.lo, wanted.hi
-        chosen = saved.holds(lo, hi)
-        counts = self._counts(saved, chosen)
-        row = self.segments.take_row(needed.entries)
-        if row is None:
+        device, state = self.device, self.device.state
+        rows = self._take_rows(needed)
+        if rows is None:
             return None
-        total, failed = int(chosen.sum()), False
+        parts = [Chosen.of(saved, part.lo, part.hi) for saved, part in wanted]
+        counts = np.stack([self._counts(part.saved, part.pages) for part in parts])  # [parts, heads, T]
+        failed = False
         with device.launching():
             try:
-                pages = self._next_pages(total)
+                chosen = np.concatenate([part.pages for part in parts])
+                pages = self._next_pages(int(chosen.sum()))
                 places = self._places(chosen, pages)
-                tiers = range(len(device.fmt.tiers))
-                listed = [self._listed(row, tier, saved, chosen, pages, counts[:, tier], (lo, hi)) for tier in tiers]
-                entries = device.to_device(counts).int().view(state.num_layers, state.num_heads, -1)
+                flat, low, high = self._listed(rows, parts, counts)
+                entries = device.to_device(counts).int().view(len(rows), state.num_layers, state.num_heads, -1)
+                at = device.to_device(rows)
             except torch.OutOfMemoryError:
                 failed = True
             if self.ranks.largest(np.array([int(failed)]))[0]:
-                self.segments.return_row(row)
+                for row in rows:
+                    self.segments.return_row(row)
                 return None
-            state.counters[0] += total
+            state.counters[0] += len(pages)
             state.refcount.index_fill_(0, pages, 1)
-            self._copy_in(saved, chosen, places)
-            for flat, page, low, high in listed:
-                put_entries(state, flat, page, low, high)
-            state.entries[row] = state.kept_entry[row] = state.own_entry[row] = entries
-            state.own_tokens[row] = 0
-            state.hole[row] = EMPTY
-        self.counts.record(-needed.pages)
-        segment = replace(wanted, row=row)
-        self.segments.add(segment)
-        return segment
+            self._copy_in([run for part in parts for run in part.runs], chosen, places)
+            put_entries(state, flat, pages, low, high)
+            state.entries[at] = state.kept_entry[at] = state.own_entry[at] = entries
+            state.own_tokens[at] = 0
+            state.hole[at] = EMPTY
+        self.counts.record(-sum(x.pages for x in needed))
+        segments = [replace(part, row=row) for (_, part), row in zip(wanted, rows, strict=True)]
+        for segment in segments:
+            self.segments.add(segment)
+        return segments
+
+    def _take_rows(self, needed: Sequence[Needed]) -> list[int] | None:
+        """A segment row for each, with its table blocks; None, changing nothing, if there are not so many."""
+        rows: list[int] = []
+        for x in needed:
+            row = self.segments.take_row(x.entries)
+            if row is None:
+                for taken in rows:
+                    self.segments.return_row(taken)
+                return None
+            rows.append(row)
+        return rows
 
     def _next_pages(self, count: int) -> torch.Tensor:
         """[count] int64 pages that the ring, which has so many, gives next."""
@@ -323,10 +364,10 @@ class SavedRows:
         places[self.device.to_device(chosen.nonzero()[0])] = pages
         return places
 
-    def _copy_in(self, saved: SavedRow, chosen: np.ndarray, places: torch.Tensor) -> None:
-        """Bytes of the ``chosen`` pages, and of what comes along with them, for ``places``."""
+    def _copy_in(self, runs: list[Run], chosen: np.ndarray, places: torch.Tensor) -> None:
+        """Bytes of the ``chosen`` host pages of ``runs``, and of what comes along with them, for ``places``."""
         target = self._words(self.device.state.pages)
-        for first, host in self._parts(first_of(saved.runs, len(chosen)), self._staging):
+        for first, host in self._parts(runs, self._staging):
             if not chosen[first : first + len(host)].any():
                 continue
             words = self._words(host)
@@ -335,37 +376,26 @@ class SavedRows:
             target.index_copy_(0, places[first : first + len(host)], words)
 
     def _listed(
-        self,
-        row: int,
-        tier: int,
-        saved: SavedRow,
-        chosen: np.ndarray,
-        pages: torch.Tensor,
-        counts: np.ndarray,
-        within: tuple[int, int],
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-        """[n] each: where the entries of a tier stand in the table of a row that has blocks for them; pages and
-        position ranges.
+        self, rows: list[int], parts: Sequence[Chosen], counts: np.ndarray
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """[n] each, of the chosen pages of all parts in order: where their entries stand in the tables of ``rows``,
+        which have blocks for them, and their position ranges.
 
         Args:
-            chosen: pages of all tiers that are taken over, to ``pages``. counts: [heads], entries of this one. within:
-                positions [lo, hi) that count.
+            counts: [parts, heads, T] entries.
         """
-        state, device = self.device.state, self.device
-        here = saved.tier == tier
-        found = (chosen & here).nonzero()[0]
-        head = saved.head[found].astype(np.int64)
-        entry = np.arange(len(found)) - (counts.cumsum() - counts)[head]
-        of_chosen = here[chosen].nonzero()[0]
-        numbers = np.stack([head, entry, *self._ranges(saved, found, within), of_chosen])
-        head_at, entry_at, low, high, which = device.to_device(numbers).unbind(0)
-        flat = head_index(state, row, head_at, table_column(state, tier, entry_at))
-        return flat, pages[which], low, high
-
-    @staticmethod
-    def _ranges(saved: SavedRow, found: np.ndarray, within: tuple[int, int]) -> tuple[np.ndarray, np.ndarray]:
-        """Position ranges of pages, as far as they count."""
-        return np.maximum(saved.lo[found], within[0]), np.minimum(saved.upper[found], within[1])
+        state, tiers = self.device.state, counts.shape[-1]
+        part = np.repeat(np.arange(len(parts)), [int(x.pages.sum()) for x in parts])
+        of_pages = [np.concatenate(column) for column in zip(*(x.columns() for x in parts), strict=True)]
+        tier, head, low, high = (column.astype(np.int64) for column in of_pages)
+        column = np.empty_like(tier)
+        for number in range(tiers):  # a part's pages of a tier are in order of heads
+            here, before = np.flatnonzero(tier == number), counts[..., number].ravel()
+            first = (before.cumsum() - before).reshape(counts.shape[:2])
+            column[here] = table_column(state, number, np.arange(len(here)) - first[part[here], head[here]])
+        numbers = self.device.to_device(np.stack([np.array(rows)[part], head, column, low, high]))
+        row_at, head_at, column_at, low_at, high_at = numbers.unbind(0)
+        return head_index(state, row_at, head_at, column_at), low_at, high_at
 
     # The end
 

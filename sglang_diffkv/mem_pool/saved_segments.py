@@ -1,9 +1,9 @@
 """Segments of the prefix cache, copied to host memory, where they outlive their eviction.
 
 A segment's pages never change, so they can be copied at any time. Nothing waits for that: the host knows how many pages
-a counted segment has, the device lists them, and their bytes leave beside the passes (``PageDevice.launch_beside``).
-What is listed of them follows. Until it is there a copy cannot be restored. Pages do not return to the ring before they
-are copied: what gives them back is launched behind the copy.
+a counted segment has. The device lists them, and their bytes leave, all beside the passes
+(``PageDevice.launch_beside``). Until what is listed of them is there a copy cannot be restored. Pages do not return to
+the ring before they are copied: what gives them back is launched behind the copy.
 
 Each rank copies the pages of its own heads. All of them set aside as many host pages as the rank with most, so that
 their host memory fills alike. A copy can be restored once it is there on all ranks.
@@ -11,6 +11,7 @@ their host memory fills alike. A copy can be restored once it is there on all ra
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,6 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from sglang_diffkv.kernels.table import row_table
 from sglang_diffkv.layout.geometry import Segment
 from sglang_diffkv.layout.transfer import to_host
 from sglang_diffkv.mem_pool.device import Beside, PageDevice
@@ -26,6 +28,9 @@ from sglang_diffkv.mem_pool.saved_rows import Needed, SavedRow, SavedRows, stagi
 
 TIER, HEAD, LO, UPPER, LEAST, LAST = range(6)
 """Rows of what the device lists of each page."""
+
+MOST_NEEDED = 8
+"""Ranges of a saved segment for which it is remembered what they take."""
 
 NONE = np.empty(0, dtype=np.int32)
 
@@ -36,7 +41,8 @@ class SavedSegment(SavedRow):
 
     Attributes:
         as_computed, first: as of ``Segment``. nodes: nodes of an index that name it. lost: a rank could not copy it.
-        from_store: it came from a store, and no request has got it since.
+        from_store: it came from a store, and no request has got it since. needed: what ranges [lo, hi) take, as far as
+            somebody asked.
     """
 
     start: int = 0
@@ -45,6 +51,7 @@ class SavedSegment(SavedRow):
     nodes: int = field(default=0)
     lost: bool = False
     from_store: bool = False
+    needed: dict[tuple[int, int], Needed] = field(default_factory=dict)
 
     @classmethod
     def of(cls, segment: Segment, runs: list[Run]) -> SavedSegment:
@@ -66,7 +73,7 @@ class Copying:
 
     Attributes:
         listed: [6, n] on the host, once ``event`` has passed; None: it has. beside: the copy of the bytes, which reads
-            ``pages``. lost: the device had no memory for it.
+            ``pages``, perhaps those of other segments too. lost: the device had no memory for it.
     """
 
     segment: Segment
@@ -150,43 +157,82 @@ class SavedSegments:
     # To the host
 
     def save(self, segment: Segment) -> SavedSegment | None:
-        """Copy a segment whose pages are counted. Waits for nothing. None if there is no host memory for it, or no
-        memory of the device to list its pages. With several ranks such a copy is ``lost`` once all of them know."""
-        runs = self.host.take(segment.pages)
-        if runs is None:
-            return None
-        count = self.rows.counts.ranks.held(segment.row, segment.pages)
-        try:
-            with self.device.launching():
-                pages, listed = self._list(segment, count)
-                listed, event = to_host(listed)
-            beside = self.device.launch_beside(lambda: self.rows.copy_out(pages, first_of(runs, count), self._staging))
-            copying = Copying(segment, listed, event, beside, pages)
-        except torch.OutOfMemoryError:
-            if self.ranks.alone:
+        """As ``save_all``, of one."""
+        return self.save_all([segment])[0]
+
+    def save_all(self, segments: Sequence[Segment]) -> list[SavedSegment | None]:
+        """Copy different segments whose pages are counted, together: that takes about as many launches as one. Waits
+        for nothing. None for those for which there is no host memory, or no memory of the device to list their pages.
+        With several ranks such a copy is ``lost`` once all of them know."""
+        taken = [self.host.take(segment.pages) for segment in segments]
+        copied = [(segment, runs) for segment, runs in zip(segments, taken, strict=True) if runs is not None]
+        copying = self._copy_out(copied) if copied else []
+        if copying is None and self.ranks.alone:
+            for _, runs in copied:
                 self.host.give(runs)
-                return None
-            copying = Copying(segment, torch.empty(0), None, Beside(None, None), torch.empty(0), lost=True)
-        saved = SavedSegment.of(segment, runs)
-        self.held.add(saved)
-        self._copying[saved] = copying
-        self.bytes_out += count * self.device.fmt.page_bytes
-        return saved
+            return [None] * len(segments)
+        found: dict[Segment, SavedSegment] = {}
+        for index, (segment, runs) in enumerate(copied):
+            saved = found[segment] = SavedSegment.of(segment, runs)
+            self.held.add(saved)
+            nothing = Copying(segment, torch.empty(0), None, Beside(None, None), torch.empty(0), lost=True)
+            self._copying[saved] = nothing if copying is None else copying[index]
+            self.bytes_out += self._held_here(segment) * self.device.fmt.page_bytes
+        return [found.get(segment) for segment in segments]
 
-    def _list(self, segment: Segment, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """The ``count`` pages of a segment, [n] int64 by tier, head and in order, and what is known of each, [6, n]
-        int32."""
-        tables = [self._of_tier(segment, tier) for tier in range(len(self.device.fmt.tiers))]
-        pages, used, known = (torch.cat(column, dim=-1) for column in zip(*tables, strict=True))
-        place = used.long().cumsum(0) - 1  # as ``nonzero``, but of a length that the host knows
-        place = torch.where(used & (place < count), place, count)
-        listed = known.new_zeros(len(known), count + 1).scatter_(1, place.expand(len(known), -1), known)
-        return pages.new_zeros(count + 1).scatter_(0, place, pages)[:count], listed[:, :count].contiguous()
+    def _held_here(self, segment: Segment) -> int:
+        """Pages of a segment on this rank."""
+        return self.rows.counts.ranks.held(segment.row, segment.pages)
 
-    def _of_tier(self, segment: Segment, tier: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        page, used, known = self.rows.table_of(segment.row, tier, segment.hi)
-        known[1].clamp_(min=segment.lo)
-        known = torch.cat([torch.full_like(known[:1], tier), known, self.rows.extremes(tier, page, known)])
+    def _copy_out(self, copied: Sequence[tuple[Segment, list[Run]]]) -> list[Copying] | None:
+        """Launch the copies of segments to host pages, beside the passes; None if the device has no memory for that."""
+        segments = [segment for segment, _ in copied]
+        counts = [self._held_here(segment) for segment in segments]
+        runs = [run for (_, runs), count in zip(copied, counts, strict=True) for run in first_of(runs, count)]
+
+        def launch() -> tuple[torch.Tensor, torch.Tensor, Any]:
+            pages, listed = self._list(segments, counts)
+            listed, event = to_host(listed)
+            self.rows.copy_out(pages, runs, self._staging)
+            return pages, listed, event
+
+        try:
+            beside = self.device.launch_beside(launch)
+        except torch.OutOfMemoryError:
+            return None
+        (pages, listed, event), behind = beside.result, Beside(None, beside.end)
+        parts = listed.split(counts, dim=1)
+        return [Copying(x, part, event, behind, pages) for x, part in zip(segments, parts, strict=True)]
+
+    def _list(self, segments: Sequence[Segment], counts: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
+        """The pages of segments, so many of each, one segment after the other, [n] int64 by tier, head and in order,
+        and what is known of each, [6, n] int32."""
+        total = sum(counts)
+        page, used, known = self._tables(segments)  # [B, E], [B, E], [COLUMNS, B, E]
+        count, first = self.device.to_device([counts, [0, *itertools.accumulate(counts[:-1])]]).unsqueeze(2).unbind(0)
+        place = used.long().cumsum(1) - 1  # as ``nonzero``, but of a length that the host knows
+        place = torch.where(used & (place < count), place + first, total).flatten()
+        listed = known.new_zeros(len(known), total + 1)
+        listed.scatter_(1, place.expand(len(known), -1), known.flatten(1))
+        return page.new_zeros(total + 1).scatter_(0, place, page.flatten())[:total], listed[:, :total].contiguous()
+
+    def _tables(self, segments: Sequence[Segment]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """The tables of B segments, each with as many entries by tier and head as any may have. Pages [B, E] int64,
+        whether an entry is used [B, E] bool, and what is known of it [COLUMNS, B, E] int32."""
+        state, device = self.device.state, self.device
+        widths = np.array([device.space.bound(x.row) for x in segments]).max(0).clip(1).tolist()
+        rows, lowest, highest = device.to_device([[x.row, x.lo, x.hi] for x in segments]).unbind(1)
+        tables = []
+        for tier, width in enumerate(widths):
+            page, lo, hi = row_table(state, rows, tier, width)  # [B, L, H, width]
+            used = torch.arange(width, device=state.device) < state.entries[rows, ..., tier].unsqueeze(3)
+            head = torch.arange(device.geometry.heads, dtype=torch.int32, device=state.device).view(*page.shape[1:3], 1)
+            lo = lo.clamp(min=lowest.int().view(-1, 1, 1, 1))
+            hi = hi.clamp(max=highest.int().view(-1, 1, 1, 1))
+            known = torch.stack([torch.full_like(lo, tier), head.expand_as(lo), lo, hi]).flatten(2)
+            ends = self.rows.extremes(tier, page.flatten(), known[1:].flatten(1)).view(2, *known.shape[1:])
+            tables.append((page.flatten(1), used.flatten(1), torch.cat([known, ends])))
+        page, used, known = (torch.cat(column, dim=-1) for column in zip(*tables, strict=True))
         return page, used, known
 
     def finish(self) -> list[SavedSegment]:
@@ -223,16 +269,23 @@ class SavedSegments:
     # Back
 
     def needed(self, parts: Sequence[tuple[SavedSegment, int, int]]) -> list[Needed]:
-        """What a segment of each part takes, as ``SavedRows.needed``."""
-        return self.rows.needed(parts)
+        """What a segment of each part takes, as ``SavedRows.needed``. A request that waits asks again and again, so it
+        is remembered: on all ranks alike, which ask alike."""
+        new = [part for part in parts if part[1:] not in part[0].needed]
+        for (saved, lo, hi), needed in zip(new, self.rows.needed(new) if new else (), strict=True):
+            if len(saved.needed) >= MOST_NEEDED:
+                saved.needed.clear()
+            saved.needed[lo, hi] = needed
+        return [saved.needed[lo, hi] for saved, lo, hi in parts]
 
-    def restore(self, saved: SavedSegment, lo: int, hi: int, needed: Needed) -> Segment | None:
-        """A segment of the tokens at positions [lo, hi), as ``SavedRows.restore_range``; None, changing nothing,
-        without room."""
-        segment = self.rows.restore_range(saved, saved.segment(lo, hi), needed)
-        if segment is not None:
-            self.bytes_in += saved.pages_from(lo, hi) * self.device.fmt.page_bytes
-        return segment
+    def restore(self, parts: Sequence[tuple[SavedSegment, int, int]], needed: Sequence[Needed]) -> list[Segment] | None:
+        """Segments of the tokens at positions [lo, hi) of each part, as ``SavedRows.restore_all``; None, changing
+        nothing, without room."""
+        segments = self.rows.restore_all([(saved, saved.segment(lo, hi)) for saved, lo, hi in parts], needed)
+        if segments is not None:
+            pages = sum(saved.pages_from(lo, hi) for saved, lo, hi in parts)
+            self.bytes_in += pages * self.device.fmt.page_bytes
+        return segments
 
     # The end
 

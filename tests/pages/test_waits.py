@@ -13,7 +13,7 @@ import torch
 from sglang_diffkv.layout.geometry import Segment
 from sglang_diffkv.mem_pool.page_manager import PageManager
 from sglang_diffkv.mem_pool.saved_rows import SavedRows
-from sglang_diffkv.mem_pool.saved_segments import SavedSegments
+from sglang_diffkv.mem_pool.saved_segments import SavedSegment, SavedSegments
 from sglang_diffkv.ops.triton import TritonOps
 from sglang_diffkv.policies.base import Policy
 from tests.helpers import seen_by
@@ -96,10 +96,17 @@ def test_segments_go_to_the_host_and_back() -> None:
         saved.finish()
         assert kept is not None and saved.ready(kept)
         with no_waiting() if again else nullcontext():
-            back = saved.restore(kept, 0, 47, *saved.needed([(kept, 0, 47)]))
+            back = brought_back(saved, kept)
         assert back is not None and seen_by(manager, back.row) == before
         manager.segments.release(back)
         saved.drop_all()
+
+
+def brought_back(saved: SavedSegments, kept: SavedSegment) -> Segment | None:
+    """A saved segment of 47 tokens as a segment again."""
+    parts = [(kept, 0, 47)]
+    back = saved.restore(parts, saved.needed(parts))
+    return None if back is None else back[0]
 
 
 def published(manager: PageManager, seed: int) -> Segment:
@@ -143,7 +150,7 @@ def test_no_page_is_used_again_before_it_is_copied() -> None:
         torch.cuda.synchronize()
         assert kept is not None and saved.finish() == [kept]
         torch.cuda._sleep(LATE)
-        back = saved.restore(kept, 0, 47, *saved.needed([(kept, 0, 47)]))
+        back = brought_back(saved, kept)
         assert back is not None
         saved.drop(kept)
         other_segment = published(manager, seed + 5)
@@ -155,7 +162,7 @@ def test_no_page_is_used_again_before_it_is_copied() -> None:
             manager.segments.release(gone)
         torch.cuda.synchronize()
         saved.finish()
-        back = saved.restore(again, 0, 47, *saved.needed([(again, 0, 47)]))
+        back = brought_back(saved, again)
         assert back is not None and seen_by(manager, back.row) == expected
         manager.segments.release(back)
         saved.drop_all()

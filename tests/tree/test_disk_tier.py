@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from sglang_diffkv.mem_pool.segment_object import Origin
 from sglang_diffkv.mem_pool.stored_segments import StoredSegments
 from sglang_diffkv.srt.tree.disk_tier import BEST_EFFORT, TIMEOUT, WAIT_COMPLETE, DiskTier, Prefetch
 from sglang_diffkv.srt.tree.host_tier import WRITE_BACK, WRITE_THROUGH
+from tests.helpers import until
 from tests.tree.test_host_tier import admitted, asking, evict_all, host_of, seen_by, served
 from tests.tree.tree_world import World
 
@@ -63,13 +64,6 @@ class Server:
 
     def report(self) -> dict[str, int]:
         return self.host.report_of_store()
-
-
-def until(true: Callable[[], bool]) -> None:
-    end = time.monotonic() + 20
-    while not true():
-        assert time.monotonic() < end, "it never comes to that"
-        time.sleep(0.002)
 
 
 def files(folder: Path) -> list[Path]:

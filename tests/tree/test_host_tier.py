@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+import threading
+import time
 from array import array
 from types import SimpleNamespace
 from typing import Any
@@ -22,8 +24,9 @@ from sglang_diffkv.mem_pool.page_manager import PageManager
 from sglang_diffkv.mem_pool.saved_rows import Needed
 from sglang_diffkv.mem_pool.saved_segments import SavedSegment
 from sglang_diffkv.policies.uniform import UniformPolicy
+from sglang_diffkv.srt.tree.host_index import Part
 from sglang_diffkv.srt.tree.host_tier import SELECTIVE, WRITE_BACK, WRITE_THROUGH, HostTier
-from tests.helpers import Seen, seen_by
+from tests.helpers import Seen, seen_by, until
 from tests.tree.stand_in import Fields, Match, StandIn
 from tests.tree.test_prefix_cache import ROWS, TreeMachine, machine_settings
 from tests.tree.test_retracted import (
@@ -41,26 +44,29 @@ def watch(manager: PageManager) -> None:
     """What comes back is what was saved, byte for byte."""
     saved, segments = manager.saved_segments, manager.segments
     assert saved is not None
-    save, restore = saved.save, saved.restore
+    save, restore = saved.save_all, saved.restore
     known: dict[SavedSegment, tuple[Seen, Segment]] = {}
 
-    def saving(segment: Segment) -> SavedSegment | None:
-        seen = seen_by(manager, segment.row, segment.lo)
-        if (found := save(segment)) is not None:
-            known[found] = (seen, SimpleNamespace(**vars(segment)))  # type: ignore[assignment]
+    def saving(chosen: list[Segment]) -> list[SavedSegment | None]:
+        seen = [(seen_by(manager, x.row, x.lo), SimpleNamespace(**vars(x))) for x in chosen]
+        found = save(chosen)
+        known.update({x: of for x, of in zip(found, seen, strict=True) if x is not None})  # type: ignore[misc]
         return found
 
-    def restoring(found: SavedSegment, lo: int, hi: int, needed: Needed) -> Segment | None:
-        assert needed.pages >= found.pages_from(lo, hi)
-        segment = restore(found, lo, hi, needed)
-        if segment is not None and found in known:
-            seen, was = known[found]
-            assert seen_by(manager, segment.row) == {at: x for at, x in seen.items() if lo <= at[3] < hi}
-            assert (segment.lo, segment.hi, segment.end) == (lo, hi, was.end)
-            assert segment.as_computed == was.as_computed and segment in segments.cached
-        return segment
+    def restoring(parts: list[Part], needed: list[Needed]) -> list[Segment] | None:
+        assert all(
+            takes.pages >= found.pages_from(lo, hi) for takes, (found, lo, hi) in zip(needed, parts, strict=True)
+        )
+        back = restore(parts, needed)
+        for segment, (found, lo, hi) in zip(back or (), parts, strict=bool(back)):
+            assert (segment.lo, segment.hi) == (lo, hi) and segment in segments.cached
+            if found in known:
+                seen, was = known[found]
+                assert seen_by(manager, segment.row) == {at: x for at, x in seen.items() if lo <= at[3] < hi}
+                assert segment.end == was.end and segment.as_computed == was.as_computed
+        return back
 
-    saved.save, saved.restore = saving, restoring  # type: ignore[method-assign]
+    saved.save_all, saved.restore = saving, restoring  # type: ignore[method-assign]
 
 
 def asking(tokens: Any, new_tokens: int = 20) -> Fields:
@@ -94,14 +100,16 @@ class PrefixesMachine(TreeMachine):
         arrivals = random.Random(self.manager.ranks.rank)
         saved = self.manager.saved_segments
         assert saved is not None
-        save = saved.save
+        save = saved.save_all
 
-        def saving(segment: Segment) -> SavedSegment | None:
-            if (found := save(segment)) is not None:
-                saved._copying[found].event = Sometimes(arrivals)  # on a GPU
+        def saving(chosen: list[Segment]) -> list[SavedSegment | None]:
+            together = Sometimes(arrivals)  # on a GPU
+            for x in (found := save(chosen)):
+                if x is not None:
+                    saved._copying[x].event = together
             return found
 
-        saved.save = saving  # type: ignore[method-assign]
+        saved.save_all = saving  # type: ignore[method-assign]
 
     @property
     def host(self) -> HostTier:
@@ -476,6 +484,39 @@ def test_host_memory_is_pinned_as_it_fills(monkeypatch: pytest.MonkeyPatch, capl
     assert len(host.take(2 * part)) == 1 and host.take(1) is None
 
 
+def test_host_memory_is_pinned_ahead_while_nothing_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And not while something does: CUDA launches no kernel meanwhile."""
+    pinned, goes_on = list[int](), threading.Semaphore(0)
+
+    def register(memory: torch.Tensor) -> int:
+        assert goes_on.acquire(timeout=20)
+        pinned.append(len(memory))
+        return 0
+
+    monkeypatch.setattr(host_pages, "_register", register)
+    monkeypatch.setattr(host_pages, "PART_BYTES", 10 * 88)
+    monkeypatch.setattr(pinning, "AHEAD_BYTES", 0)
+    world = World(300, exact=False, host_pages=20, write_policy=WRITE_THROUGH)
+    host = world.manager.saved.host = host_of(world).host = host_pages.HostPages(2000, 88, pinned=True, in_parts=True)
+    world.requests.scheduling_begins([asking([1])])  # somebody waits
+    assert host._pinning is not None and host._pinning._thread is None
+    world.requests.scheduling_begins([])
+    goes_on.release()
+    until(lambda: len(pinned) == 1)
+    req = world.prompt(world.tokens(60))
+    world.requests.scheduling_begins([])
+    goes_on.release()  # the part that was begun
+    until(lambda: host._pinning.ready == 2 * host.part)
+    goes_on.release()
+    time.sleep(0.05)
+    assert len(pinned) == 2, "it pins while a request runs"
+    world.leave(req, insert=False)
+    world.requests.scheduling_begins([])
+    goes_on.release(100)
+    until(lambda: sum(pinned) == 2000)
+    assert host.take(2000) == [(0, 2000)]
+
+
 def test_ranks_have_as_much_pinned_memory_as_the_one_with_least(monkeypatch: pytest.MonkeyPatch) -> None:
     """From the start: a rank that found later that it has less would decide otherwise than the others."""
     pinned: list[int] = []
@@ -502,6 +543,63 @@ def test_copies_stop_at_the_ends_of_parts_and_of_the_staging_buffer(at_once: int
     assert [admitted(world, tokens) for tokens in prompts] == [59, 59, 59]
 
 
+class Launches(TorchDispatchMode):
+    """Counts what would be a GPU's kernels and copies: all operations but views."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += not func.is_view
+        return func(*args, **(kwargs or {}))
+
+
+def launches_of(turns: int) -> tuple[int, int]:
+    """What it takes to copy a sequence of so many prompts to the host, and back."""
+    world = World(3000, longest=1000, exact=False, host_pages=900, write_policy=WRITE_THROUGH)
+    tokens, _ = world.tokens(40), world.prompt(world.tokens(30))
+    for _ in range(turns):
+        tokens = [*tokens, *world.tokens(40)]
+        served(world, tokens)
+    world.manager.counts.settle()
+    with Launches() as out:
+        world.requests.scheduling_begins([])
+    saved = host_of(world).saved
+    assert len(saved.held) == 2 * turns, "a prompt, and its end"
+    world.tree.make_pages(world.manager.geometry.num_pages, partly=True)
+    held, restore, back = len(world.manager.segments.cached), saved.restore, Launches()
+
+    def counted(parts: list[Part], needed: list[Needed]) -> list[Segment] | None:
+        with back:
+            return restore(parts, needed)
+
+    saved.restore = counted  # type: ignore[method-assign]
+    assert admitted(world, [*tokens, 1]) == len(tokens)
+    assert len(world.manager.segments.cached) - held == 2 * turns, "parts come back as segments of their own"
+    return out.count, back.count
+
+
+def test_many_parts_are_copied_with_few_launches_more_than_one() -> None:
+    (out, back), (out_of_8, back_of_8) = launches_of(1), launches_of(4)
+    assert out_of_8 - out <= 18 and back_of_8 - back <= 18, "three launches more for each part, of its bytes"
+
+
+def test_without_room_for_all_parts_the_first_ones_come_back() -> None:
+    world = World(900, exact=False, host_pages=400, write_policy=WRITE_BACK, segments=4)
+    watch(world.manager)
+    first, second = world.tokens(80), world.tokens(80)
+    served(world, first)
+    served(world, [*first, *second])
+    evict_all(world)
+    assert [node.end for node in sorted(host_of(world).index.nodes(), key=lambda x: x.end)] == [72, 80, 152, 160]
+    other = world.prompt(world.tokens(40))  # its segment leaves rows for three
+    assert admitted(world, [*first, *second, 1]) == 152
+    assert (host_of(world).counts["hits"], host_of(world).counts["tokens_restored"]) == (1, 152)
+    world.leave(other, insert=False)
+    assert admitted(world, [*first, *second, 1]) == 152, "a few tokens are computed"
+
+
 class Unasked(TorchDispatchMode):
     """Inside, an operation raises that would have a host wait for its GPU: it needs the result's size or value."""
 
@@ -523,7 +621,7 @@ def test_no_copy_asks_the_device_for_a_number(exact: bool) -> None:
         kept = saved.save(segment)
         saved.finish()
         assert kept is not None
-        (needed,) = saved.needed([(kept, segment.lo, segment.hi - 3)])
-        assert saved.restore(kept, segment.lo, segment.hi - 3, needed) is not None
+        parts = [(kept, segment.lo, segment.hi - 3)]
+        assert saved.restore(parts, saved.needed(parts)) is not None
     with pytest.raises(AssertionError, match="the host waits"), Unasked():
         manager.state.entries.nonzero()

@@ -115,15 +115,15 @@ class EvictingTree(RadixCache):
     def make_segment_rows(self, count: int) -> bool:
         return self._evict_leaves_until(lambda: self.manager.segments.rows_free >= count)
 
-    def make_room_to_restore(self, tokens: int, pages: int, blocks: int) -> bool:
-        """Evict until so many tokens, of so many pages and table blocks, can be a segment that a request reads, and the
-        request computes one more; False if that is not possible."""
+    def make_room_to_restore(self, tokens: int, pages: int, blocks: int, *, segments: int = 1) -> bool:
+        """Evict until so many tokens, of so many pages and table blocks, can be ``segments`` that a request reads, and
+        the request computes one more; False if that is not possible."""
         ledger = self.ledger
         self.make_kv_slots(tokens + 1)
         if ledger.uncommitted_kv_slots() < tokens + 1:
             return False  # what follows frees some, and takes none
         return (
-            self.make_segment_rows(1)
+            self.make_segment_rows(segments)
             and self.make_pages(pages + ledger.prompt_pages(1))
             and self.make_table_blocks(blocks * 2 + ledger.next_blocks)  # of the segment, and of the row
         )

@@ -36,7 +36,7 @@ import numpy as np
 import torch
 from sglang.srt.mem_cache.base_prefix_cache import InsertParams, MatchPrefixParams
 
-from sglang_diffkv.layout.geometry import Path
+from sglang_diffkv.layout.geometry import Path, Segment
 from sglang_diffkv.layout.spans import served_end
 from sglang_diffkv.mem_pool.saved_rows import Needed
 from sglang_diffkv.mem_pool.saved_segments import SavedSegment, SavedSegments
@@ -51,8 +51,8 @@ from sglang_diffkv.srt.versions import compat
 
 WRITE_BACK, WRITE_THROUGH, SELECTIVE = "write_back", "write_through", "write_through_selective"
 
-WRITTEN_AT_ONCE = 4
-"""Segments that are copied between two passes, at most: each takes the host some launches."""
+WRITTEN_AT_ONCE = 8
+"""Segments that are copied between two passes, at most: they take a share of the bus."""
 
 FREED_AT_ONCE = 128
 """Of a full host memory this part at least is freed together."""
@@ -98,8 +98,9 @@ class HostTier(HostPrefixes):
         )
 
     def queue_seen(self, waiting: Iterable[Any]) -> None:
-        """Requests that wait no longer need nothing from the disk."""
+        """Requests that wait no longer need nothing from the disk. Host memory is pinned while none waits or runs."""
         self.disk.queue_seen(waiting)
+        self.host.idle(self.ledger.idle and not any(True for _ in waiting))
 
     def prefill_begins(self, reqs: Sequence[Any]) -> None:
         """They were admitted."""
@@ -129,14 +130,17 @@ class HostTier(HostPrefixes):
         self._arrived()
         if self.manager.counts.upcoming is not None:
             return
-        written = 0
+        chosen: dict[Segment, Any] = {}
         for node in list(self._unwritten):
-            if written == WRITTEN_AT_ONCE:
-                return
-            if node.segment is not None and (node.lock_ref > 0 or node.segment.row in self.manager.counts.uncounted):
+            segment = node.segment
+            if segment is not None and (node.lock_ref > 0 or segment.row in self.manager.counts.uncounted):
                 continue
             del self._unwritten[node]
-            written += self._write(node)
+            if segment not in chosen and self._is_to_be_written(node):
+                chosen[segment] = node
+                if len(chosen) == WRITTEN_AT_ONCE:
+                    break
+        self._write(list(chosen.values()))
 
     def _arrived(self) -> None:
         """Take over what is on the host by now, on all ranks."""
@@ -150,27 +154,36 @@ class HostTier(HostPrefixes):
             self._unwritten.pop(node, None)
         if wanted and nodes[0].segment.row in self.manager.counts.uncounted:
             self.manager.counts.settle()
-        if wanted:
-            self._write(nodes[0])
+        if wanted and self._is_to_be_written(nodes[0]):
+            self._write(nodes[:1])
 
-    def _write(self, node: Any) -> bool:
-        """Copy the segment of a node, as far as the tree still has it. False if that is not to be, or has been done."""
+    def _is_to_be_written(self, node: Any) -> bool:
+        """Whether the host lacks some of the segment of a node, as far as the tree still has it, and may have it."""
         if self.old_weights.left or node.segment is None or is_private(node):
             return False
-        segment, end = node.segment, self._last_of(node)
+        end = self._last_of(node)
         space, tokens = space_of(end.key), self._tokens(end)
-        if not self.index.lacks(space, tokens, segment.lo):
-            self.index.touch(space, tokens, end.last_access_time)
-            return False
-        if segment.pages > self.host.free:
-            self._make_room(max(segment.pages, self.host.count // FREED_AT_ONCE))
-        saved = self.saved.save(segment)
-        if saved is None:
-            self.counts["no_host_memory"] += 1
-            return False
-        self.index.insert(space, tokens, saved, used=end.last_access_time, priority=end.priority)
-        self.disk.copied(saved, space, tokens)
-        return True
+        if self.index.lacks(space, tokens, node.segment.lo):
+            return True
+        self.index.touch(space, tokens, end.last_access_time)
+        return False
+
+    def _write(self, nodes: list[Any]) -> None:
+        """Copy the segments of nodes, each of another one, together."""
+        if not nodes:
+            return
+        pages = sum(node.segment.pages for node in nodes)
+        if pages > self.host.free:
+            self._make_room(max(pages, self.host.count // FREED_AT_ONCE))
+        for node, saved in zip(nodes, self.saved.save_all([node.segment for node in nodes]), strict=True):
+            if saved is None:
+                self.counts["no_host_memory"] += 1
+                continue
+            end = self._last_of(node)
+            space, tokens = space_of(end.key), self._tokens(end)
+            self.index.insert(space, tokens, saved, used=end.last_access_time, priority=end.priority)
+            if saved.nodes:
+                self.disk.copied(saved, space, tokens)
 
     def _last_of(self, node: Any) -> Any:
         """The node where the segment of ``node`` ends."""
@@ -294,27 +307,36 @@ class HostTier(HostPrefixes):
     def _restore(self, req: Any, key: Any, node: Any, parts: list[Part]) -> tuple[int, int]:
         """Bring back parts that follow the path to ``node``, as many as there is room for. Their tokens, and how many
         of these have just come from a store."""
-        start = at = parts[0][1]
-        of_store = 0
         needed = self.saved.needed(parts)
         self._restoring = {saved for saved, _, _ in parts}
         self.tree.inc_lock_ref(node)
+        came: list[Part] = []
         try:
-            if not self._expected_to_fit(req, parts[-1][2], sum(x.pages for x in needed)):
-                return 0, 0
-            for part, takes in zip(parts, needed, strict=True):
-                below = self._restore_part(req, key, node, part, takes)
-                if below is None:
-                    break
-                self.tree.inc_lock_ref(below)
-                self.tree.dec_lock_ref(node)
-                node, at = below, part[2]
-                of_store += (part[2] - part[1]) * part[0].from_store
-                part[0].from_store = False
+            if self._expected_to_fit(req, parts[-1][2], sum(x.pages for x in needed)):
+                whole = self._restore_parts(req, key, node, parts, needed) is not None
+                came = parts if whole else self._restore_first(req, key, node, parts, needed)
         finally:
             self.tree.dec_lock_ref(node)
             self._restoring = set()
-        return at - start, of_store
+        of_store = sum((hi - lo) * saved.from_store for saved, lo, hi in came)
+        for saved, _, _ in came:
+            saved.from_store = False
+        return sum(hi - lo for _, lo, hi in came), of_store
+
+    def _restore_first(self, req: Any, key: Any, node: Any, parts: list[Part], needed: list[Needed]) -> list[Part]:
+        """Bring back as many of the parts behind ``node``, which is locked, as there is room for; these. There is none
+        for all of them."""
+        locked: list[Any] = []
+        for part, takes in zip(parts[:-1], needed[:-1], strict=True):
+            below = self._restore_parts(req, key, node, [part], [takes])
+            if below is None:
+                break
+            self.tree.inc_lock_ref(below)
+            locked.append(below)
+            node = below
+        for node in locked:
+            self.tree.dec_lock_ref(node)
+        return parts[: len(locked)]
 
     def _expected_to_fit(self, req: Any, end: int, pages: int) -> bool:
         """Whether the request would be admitted once its prefix up to ``end`` is restored, in so many pages."""
@@ -326,24 +348,28 @@ class HostTier(HostPrefixes):
         growth = self.ledger.growth_of_all(self.expected())
         return self.ledger.available() + self.ledger.evictable() - growth >= wanted
 
-    def _restore_part(self, req: Any, key: Any, node: Any, part: Part, needed: Needed) -> Any:
-        """The node of a restored part behind ``node``, which is locked; None, changing nothing but by eviction, if
-        there is no room."""
-        tree, (saved, lo, hi) = self.tree, part
-        room = tree.make_room_to_restore(hi - lo, needed.pages, needed.blocks)
-        found = MatchPrefixParams(key=key[:hi])
-        if not room or tree.depth(tree.find(found).last_device_node) != lo:
+    def _restore_parts(self, req: Any, key: Any, node: Any, parts: list[Part], needed: list[Needed]) -> Any:
+        """The last node of restored parts behind ``node``, which is locked; None, changing nothing but by eviction, if
+        there is no room for all of them. Each is a segment of its own, which can go by itself."""
+        tree, start, end = self.tree, parts[0][1], parts[-1][2]
+        room = tree.make_room_to_restore(
+            end - start, sum(x.pages for x in needed), sum(x.blocks for x in needed), segments=len(parts)
+        )
+        found = MatchPrefixParams(key=key[:end])
+        if not room or tree.depth(tree.find(found).last_device_node) != start:
             return None
-        kv_slots = tree.token_to_kv_pool_allocator.alloc(hi - lo)
+        kv_slots = tree.token_to_kv_pool_allocator.alloc(end - start)
         if kv_slots is None:
             return None
-        segment = self.saved.restore(saved, lo, hi, needed)
-        if segment is None:
+        segments = self.saved.restore(parts, needed)
+        if segments is None:
             tree.token_to_kv_pool_allocator.free(kv_slots)
             return None
-        value = torch.cat([torch.zeros(lo, dtype=torch.int64, device=kv_slots.device), kv_slots.long()])
-        with tree.restoring(segment):
-            tree.insert(InsertParams(key=key[:hi], value=value, priority=getattr(req, "priority", None) or 0))
+        value = torch.cat([torch.zeros(start, dtype=torch.int64, device=kv_slots.device), kv_slots.long()])
+        for segment in segments:
+            with tree.restoring(segment):
+                upto = key[: segment.hi], value[: segment.hi]
+                tree.insert(InsertParams(*upto, priority=getattr(req, "priority", None) or 0))
         return tree.find(found).last_device_node
 
     def does_not_fit_alone(self, req: Any) -> None:
