@@ -113,8 +113,12 @@ def _look_at_machine(findings: Findings) -> bool:
         findings.refuse("torch", f"torch cannot be imported: {error}. Install SGLang's requirements")
         return False
     gpu = torch.cuda.is_available()
-    for name, text in releases.untested(sglang, stack, gpu=gpu).items():
+    differs = releases.untested(sglang, stack, gpu=gpu)
+    for name, text in differs.items():
         findings.warn(releases.TITLES[name], f"{text} (docs/install.md)")
+    tested = releases.tested_stack(sglang, gpu=gpu) is not None and not differs
+    said = "these packages were tested together" if tested else "NOT one that was tested"
+    findings.add("stack", f"{said} with SGLang {sglang} on a {'GPU' if gpu else 'CPU'}", tested)
     findings.note("gpus", [])
     if not gpu:
         text = "none that torch can use; what follows is for a server on the CPU (--device cpu)"

@@ -228,6 +228,12 @@ DISTRIBUTIONS = {
 TITLES = {"torch": "torch", "triton": "triton", "flashinfer": "FlashInfer", "sglang_kernel": "sglang-kernel"}
 
 
+def tested_stack(sglang: str | None, *, gpu: bool) -> Stack | None:
+    """The packages below this SGLang that were tested on a GPU or on a CPU; None if it was not tested there."""
+    release = RELEASES.get(sglang or "")
+    return release and (release.on_gpu if gpu else release.on_cpu)
+
+
 def untested(sglang: str | None, found: Mapping[str, str | None], *, gpu: bool) -> dict[str, str]:
     """What to warn of, by package, if this stack is not the one that was tested with this SGLang.
 
@@ -236,8 +242,7 @@ def untested(sglang: str | None, found: Mapping[str, str | None], *, gpu: bool) 
 
     A release that was not tested there gives no warning: it is refused elsewhere.
     """
-    release = RELEASES.get(sglang or "")
-    stack = release and (release.on_gpu if gpu else release.on_cpu)
+    stack = tested_stack(sglang, gpu=gpu)
     if not stack:
         return {}
     tested = {name: version for name, version in asdict(stack).items() if version is not None}

@@ -92,8 +92,8 @@ def _hooks_fit(findings: Findings, gpu: bool, found: bool) -> bool:
         return False
     where = "a GPU and on a CPU" if compat.sglang_version() in compat.GPU_VERSIONS else "a CPU only"
     findings.add("SGLang", f"{compat.sglang_version()} is a version that the plugin was tested with, on {where}")
-    if gpu and compat.sglang_version() not in compat.GPU_VERSIONS:
-        findings.refuse("SGLang", compat.untested_on_a_gpu())
+    for problem in compat.untested_on_a_gpu("cuda" if gpu else "cpu"):
+        findings.refuse("SGLang", problem)
     from sglang.srt.plugins import load_plugins
     from sglang.srt.plugins.hook_registry import HookRegistry
 

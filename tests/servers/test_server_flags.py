@@ -165,8 +165,8 @@ N_GRAMS = {"speculative_ngram_min_bfs_breadth": 1, "speculative_ngram_max_bfs_br
 def drafts_on_a_gpu(monkeypatch):
     """The installed SGLang is one with which drafts ran on a GPU."""
     monkeypatch.delenv(UNTRIED_ENV, raising=False)
-    for name in ("GPU_VERSIONS", "DRAFTS_GPU_VERSIONS"):
-        monkeypatch.setattr(f"sglang_diffkv.srt.startup.validation.{name}", TESTED_VERSIONS)
+    monkeypatch.setattr("sglang_diffkv.srt.versions.compat.GPU_VERSIONS", TESTED_VERSIONS)
+    monkeypatch.setattr("sglang_diffkv.srt.startup.validation.DRAFTS_GPU_VERSIONS", TESTED_VERSIONS)
 
 
 def test_drafts_are_refused_on_a_gpu_until_they_were_run_there(drafts_on_a_gpu, monkeypatch):
@@ -182,6 +182,16 @@ def test_drafts_are_refused_on_a_gpu_until_they_were_run_there(drafts_on_a_gpu, 
         check_server_args(_args(device="cuda", speculative_algorithm="STANDALONE", **CHAIN))
     monkeypatch.setenv(UNTRIED_ENV, "1")
     check_server_args(_args(device="cuda", **heads))
+
+
+def test_a_release_that_was_not_run_on_a_gpu_is_refused_there_but_to_who_wants_to_try(monkeypatch):
+    monkeypatch.delenv(UNTRIED_ENV, raising=False)
+    monkeypatch.setattr("sglang_diffkv.srt.versions.compat.GPU_VERSIONS", ("0.1",))
+    check_server_args(_args(device="cpu"))
+    with pytest.raises(UnsupportedError, match=rf"on a GPU, where it was not tested: .*or set {UNTRIED_ENV}=1"):
+        check_server_args(_args(device="cuda"))
+    monkeypatch.setenv(UNTRIED_ENV, "1")
+    check_server_args(_args(device="cuda"))
 
 
 def test_a_draft_model_in_graphs_runs_under_overlap_scheduling(drafts_on_a_gpu):
@@ -215,7 +225,7 @@ def test_drafts_are_planned_on_the_stream_of_the_passes(drafts_on_a_gpu, monkeyp
 
 def test_what_hides_steps_from_the_backend_is_refused_on_a_gpu(monkeypatch):
     """SGLang's graphs of what is prepared outside of a pass's graph: the host would not be asked before a replay."""
-    monkeypatch.setattr("sglang_diffkv.srt.startup.validation.GPU_VERSIONS", TESTED_VERSIONS)
+    monkeypatch.setattr("sglang_diffkv.srt.versions.compat.GPU_VERSIONS", TESTED_VERSIONS)
     monkeypatch.setenv("SGLANG_ENABLE_METADATA_GLUE_GRAPH", "1")
     check_server_args(_args(device="cpu"))
     with pytest.raises(UnsupportedError, match="SGLANG_ENABLE_METADATA_GLUE_GRAPH"):
@@ -237,7 +247,7 @@ def test_graphs_that_are_not_served_are_refused_on_a_gpu(phase, kind, tried):
 @pytest.fixture
 def tried(monkeypatch):
     """The installed SGLang was tried on a GPU, with graphs of prompts too."""
-    monkeypatch.setattr("sglang_diffkv.srt.startup.validation.GPU_VERSIONS", TESTED_VERSIONS)
+    monkeypatch.setattr("sglang_diffkv.srt.versions.compat.GPU_VERSIONS", TESTED_VERSIONS)
     monkeypatch.setattr("sglang_diffkv.srt.startup.prefill_graphs.GRAPHS_GPU_VERSIONS", TESTED_VERSIONS)
 
 

@@ -255,6 +255,10 @@ def test_packages_that_were_not_tested_are_warned_of(monkeypatch: pytest.MonkeyP
     (warning,) = findings.warnings
     assert "torch 2.14.1: with SGLang 0.5.21 on a CPU 2.13.0 was tested" in warning and not findings.refusals
     assert "WARNING: torch 2.14.1" in findings.describe() and "sglang-kernel  0.4.2" in findings.describe()
+    assert "NOT one that was tested with SGLang 0.5.21 on a CPU" in findings.describe()
+    versions["torch"] = "2.13.0"
+    doctor._look_at_machine(again := Findings())
+    assert "packages were tested together with SGLang 0.5.21 on a CPU" in " ".join(again.describe().split())
     assert findings.report()["warnings"] == [warning] and findings.report()["ok"]
     assert findings.facts["versions"]["sglang_kernel"] == "0.4.2"
 

@@ -17,7 +17,6 @@ from sglang_diffkv.srt.models.speculation import DRAFTS_GPU_VERSIONS, SEEN_ON_A_
 from sglang_diffkv.srt.startup import host_memory
 from sglang_diffkv.srt.startup.server_flags import refusals
 from sglang_diffkv.srt.versions.compat import (
-    GPU_VERSIONS,
     resolved,
     sglang_version,
     untested_on_a_gpu,
@@ -43,8 +42,7 @@ def check_server_args(args: Any, config: DiffKVConfig | None = None) -> None:
         )
     if drafts_by_model(args) and getattr(args, "kv_canary", "none") != "none":
         problems.append("--kv-canary with a draft model, whose cache it does not know: drop --kv-canary")
-    if device == "cuda" and sglang_version() not in GPU_VERSIONS:
-        problems.append(untested_on_a_gpu())
+    problems += untested_on_a_gpu(device)
     if device == "cuda" and _switched_on("SGLANG_ENABLE_METADATA_GLUE_GRAPH"):
         problems.append("SGLANG_ENABLE_METADATA_GLUE_GRAPH, by which table blocks would not reach the device: unset it")
     problems += _drafts_on_a_gpu(args, device)

@@ -39,12 +39,15 @@ def require_tested_version() -> None:
         )
 
 
-def untested_on_a_gpu() -> str:
-    """What is wrong with a GPU server on the installed SGLang if it is none of ``GPU_VERSIONS``, and what to do."""
-    return (
-        f"SGLang {sglang_version()} on a GPU, where it was not tested: install SGLang {', '.join(GPU_VERSIONS)}, or "
-        "serve with --device cpu"
-    )
+def untested_on_a_gpu(device: Any) -> list[str]:
+    """What is wrong with a GPU server on the installed SGLang if it is none of ``GPU_VERSIONS``, and what to do;
+    nothing to who wants to try."""
+    if not str(device).startswith("cuda") or sglang_version() in GPU_VERSIONS or os.environ.get(UNTRIED_ENV):
+        return []
+    return [
+        f"SGLang {sglang_version()} on a GPU, where it was not tested: install SGLang {', '.join(GPU_VERSIONS)}, serve "
+        f"with --device cpu, or set {UNTRIED_ENV}=1 to try it"
+    ]
 
 
 def untried_on_a_gpu(device: Any, what: str, instead: str) -> list[str]:
