@@ -30,7 +30,7 @@ WORDS = {
     "docs/methods.md": 1950,
     "docs/limits.md": 1225,
     "docs/results.md": 2900,
-    "docs/quality.md": 1350,
+    "docs/quality.md": 1600,
     "docs/kernels.md": 1500,
     "docs/architecture.md": 2890,
     "benchmarks/README.md": 960,
