@@ -578,6 +578,8 @@ def resolution(source: str | None, model_path: str | Path, given_by: str = CONFI
         sources = sources_of(found, {**given, **dict.fromkeys(CALIBRATED, kind)})
         return Resolution(found, origin, sources, {**files, kind: str(path)})
 
+    if config.chosen_at_start:
+        return plain("those that the model chooses once it is loaded")
     if name := preset_of(text or ""):
         return plain(f"those of the preset {name}")
     if config.model_fields_set and config.thresholds == "default":

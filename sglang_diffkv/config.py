@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal, get_args
@@ -27,6 +28,9 @@ ROTATIONS: tuple[RotateName, ...] = get_args(RotateName)
 
 ROTATED_KEY_BITS = 4
 """Of tiers that are rotated unless told otherwise; 8 bits lose nothing that it would save."""
+
+CHOSEN = "auto"
+"""Thresholds that are chosen once the model is loaded, and the preset of that name."""
 
 CONFIG_OPTION = "--diffkv-config"
 CONFIG_ENV = "SGLANG_DIFFKV_CONFIG"
@@ -104,7 +108,8 @@ class DiffKVConfig(Strict):
             none.
         thresholds: ``calibrated`` takes tiers, policy and rotation from the calibration file of the model. The path of
             a calibration file (``.json``) takes them from that one. ``published`` takes those that were published for
-            the model and not measured with this package. ``default`` takes those given here. A server that is given no
+            the model and not measured with this package. ``auto`` lets the model choose among a few once it is loaded,
+            and key means too (``ladder.py``). ``default`` takes those given here. A server that is given no
             configuration at all, or an empty one, looks for calibrated ones. It is carried out when a server starts and
             is not part of the resolved configuration.
     """
@@ -134,10 +139,10 @@ class DiffKVConfig(Strict):
     @field_validator("thresholds")
     @classmethod
     def _source(cls, thresholds: str) -> str:
-        if thresholds not in ("calibrated", "published", "default") and not thresholds.endswith(".json"):
+        if thresholds not in ("calibrated", "published", "default", CHOSEN) and not thresholds.endswith(".json"):
             raise ValueError(
-                f'thresholds is {named(thresholds)}: allowed is "calibrated", "published", "default" or the path of a '
-                "calibration file, which ends in .json"
+                f'thresholds is {named(thresholds)}: allowed is "auto", "calibrated", "published", "default" or the '
+                "path of a calibration file, which ends in .json"
             )
         return thresholds
 
@@ -157,6 +162,9 @@ class DiffKVConfig(Strict):
         if self.thresholds != "default" and (given := self.model_fields_set & {"tiers", "policy", "rotate"}):
             listed = " and ".join(sorted(given))
             raise ValueError(f'"thresholds": {named(self.thresholds)} brings tiers, policy and rotate; drop {listed}')
+        brought = {"key_means", "key_rotation", "value_rotation"} & self.model_fields_set
+        if self.chosen_at_start and brought:
+            raise ValueError(f'"thresholds": "{CHOSEN}" decides on them too; drop {" and ".join(sorted(brought))}')
         if all(tier.is_raw for tier in self.parsed_tiers):
             if self.rotate != "none":
                 raise ValueError(
@@ -179,6 +187,17 @@ class DiffKVConfig(Strict):
                 "change: drop key_means"
             )
         return self
+
+    @property
+    def chosen_at_start(self) -> bool:
+        """Whether tiers, policy, rotation and key means are chosen once the model is loaded."""
+        return self.thresholds == CHOSEN
+
+    def as_text(self) -> str:
+        """JSON that ``read_config`` reads, for the processes of a server."""
+        chosen = {"thresholds": CHOSEN} if self.chosen_at_start else {}
+        left_out = {"tiers", "policy", "rotate"} if self.chosen_at_start else set()
+        return json.dumps({**chosen, **self.model_dump(mode="json", exclude_none=True, exclude=left_out)})
 
     @property
     def parsed_tiers(self) -> tuple[Tier, ...]:
@@ -207,6 +226,8 @@ class DiffKVConfig(Strict):
 
     def whole(self) -> dict[str, Any]:
         """Every field with what a server runs, as JSON data: the default policy is written out."""
+        if self.chosen_at_start:
+            return {**json.loads(self.as_text()), "policy": {"name": CHOSEN}}
         return {**self.model_dump(mode="json"), "policy": self.method.whole()}
 
     def check_heads(self, layers: int, kv_heads: int) -> None:
@@ -232,6 +253,8 @@ def load_config(source: str | None = None) -> DiffKVConfig:
     ``thresholds.resolve`` finds.
     """
     config = read_config(source)
+    if config.chosen_at_start:
+        raise ConfigError(f'"{CHOSEN}" is chosen by a server once its model is loaded; name another configuration')
     if config.thresholds != "default":
         raise ConfigError(f'"thresholds": "{config.thresholds}" is looked up for a model; write out tiers and policy')
     return config

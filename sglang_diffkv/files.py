@@ -10,6 +10,8 @@ import json
 import math
 import os
 import stat
+import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -93,6 +95,24 @@ def private_folder(path: Path) -> Path:
     if found.st_uid != os.geteuid() or found.st_mode & 0o022 or not os.access(path, os.W_OK | os.X_OK):
         raise ConfigError(f"{named(path)} belongs to another user, or others may write to it")
     return path
+
+
+def write_privately(path: Path, write: Callable[[Path], Any]) -> str:
+    """Have ``write`` make a file that its user alone may read, whole or not at all; why that is not possible, empty if
+    it is."""
+    try:
+        handle, name = tempfile.mkstemp(dir=path.parent, suffix=".partly")
+        os.close(handle)
+        try:
+            write(Path(name))
+            os.chmod(name, 0o600)
+            os.replace(name, path)
+        except BaseException:
+            os.unlink(name)
+            raise
+    except OSError as error:
+        return f"the file cannot be written: {error.strerror}"
+    return ""
 
 
 def read_text(path: str | Path, most: int = MOST_BYTES) -> str:

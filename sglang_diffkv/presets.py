@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 PRESETS: Mapping[str, Mapping[str, Any]] = {
+    "auto": {"thresholds": "auto"},
     "lossless": {"tiers": ["BF16"]},
     "safe": {"tiers": ["K8V4"]},
     "balanced": {"tiers": ["K8V4", "K4V2"], "key_means": "auto", "policy": {"name": "diffkv"}},
@@ -21,7 +22,8 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
     },
 }
 """Name -> the fields that it sets. Fields that it leaves out are defaults, and no thresholds are looked up.
-Servers find key means themselves, which 8-bit keys do not need."""
+Servers find key means themselves, which 8-bit keys do not need. What ``auto`` stands for is chosen once the model is
+loaded (``ladder.py``)."""
 
 
 def preset_of(text: str) -> str:

@@ -59,6 +59,8 @@ def settings_of(given: Sequence[str], model_path: Path) -> list[Setting]:
         raise ConfigError(f"{OPTION} is given {len(given)} times: a plan has at most {MOST_SETTINGS} settings")
     for name, source in sources.items():
         resolved = resolution(source, model_path.parent, f"{OPTION} {quoted(name)}")
+        if resolved.config.chosen_at_start:
+            raise ConfigError(f"{OPTION} {quoted(name)} is chosen once a model is loaded: name what you expect of it")
         found.append(Setting(name, "diffkv", resolved.config, origin=resolved.origin))
     return found
 

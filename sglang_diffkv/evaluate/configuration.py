@@ -11,7 +11,7 @@ from typing import Any
 
 from sglang_diffkv.access import without_keys
 from sglang_diffkv.calibration import resolve
-from sglang_diffkv.config import DiffKVConfig, load_config
+from sglang_diffkv.config import CHOSEN, DiffKVConfig, load_config, read_config
 from sglang_diffkv.errors import ConfigError
 from sglang_diffkv.evaluate.endpoint import Endpoint, EvaluationError
 from sglang_diffkv.evaluate.report import version
@@ -60,7 +60,7 @@ class Configuration:
     def server(self, model: str, args: Sequence[str] = ()) -> Server:
         """The server, not started."""
         dtype = [] if self.kv_cache_dtype == "auto" else ["--kv-cache-dtype", self.kv_cache_dtype]
-        config = None if self.diffkv is None else self.diffkv.model_dump_json(exclude_none=True)
+        config = None if self.diffkv is None else self.diffkv.as_text()
         return Server(model, self.backend, [*dtype, *args], diffkv_config=config)
 
     def fingerprint(self, model: str, args: Sequence[str] = ()) -> dict[str, Any]:
@@ -114,7 +114,9 @@ def parse_configuration(spec: str, model: str | None = None) -> Configuration:
         raise ConfigError(f"expected {STOCK!r}, {FP8!r}, {presets} or NAME=JSON, got {spec!r}{written}")
     if name in (STOCK, FP8):
         raise ConfigError(f"{name!r} is stock SGLang; give the configuration {source!r} another name")
-    config, origin = (load_config(source), "") if model is None else resolve(source, model)
+    config, origin = (read_config(source), "") if model is None else resolve(source, model)
+    if config.thresholds not in ("default", CHOSEN):
+        load_config(source)  # which says that they are looked up for a model
     return Configuration(name, config, origin=origin)
 
 

@@ -15,6 +15,7 @@ from sglang_diffkv.config import CONFIG_ENV, CONFIG_OPTION, read_config, source_
 from sglang_diffkv.errors import ConfigError, UnsupportedError
 from sglang_diffkv.files import missing_model
 from sglang_diffkv.findings import Findings
+from sglang_diffkv.ladder import RUNGS, rungs
 from sglang_diffkv.layout.page_format import PageFormat
 from sglang_diffkv.layout.spans import SLACK, kept_in_layers
 from sglang_diffkv.plan import CONTEXT_SLACK, MemoryPlan, planned_request_rows, state_room
@@ -122,7 +123,8 @@ def _configuration_alone(findings: Findings, given: str | None, gpu: bool) -> No
         sources = sources_of(config, dict.fromkeys(config.model_fields_set, source))
         if config.thresholds == "default":  # else they are looked up for a model
             findings.note("configuration", Resolution(config, "no model was given", sources).report())
-        findings.add("kernels", _kernels(config, on_gpu=gpu))
+        if not config.chosen_at_start:
+            findings.add("kernels", _kernels(config, on_gpu=gpu))
     except (ConfigError, UnsupportedError) as error:
         findings.refuse("configuration", str(error))
         return
@@ -272,6 +274,9 @@ def _memory(findings: Findings, configurator: Any, given: str | None, gib: float
         findings.add("thresholds", f"{resolved.origin}: {json.dumps(config.method.whole())}")
         if resolved.warning:
             findings.warn("thresholds", resolved.warning.removeprefix("DiffKV: "))
+        if config.chosen_at_start:
+            name, config = list(rungs(config).items())[-1]
+            findings.add("rungs", f"{', '.join(RUNGS)}: one is chosen at the start; figures here are of {name}")
         findings.add("prefix cache", "off" if view.disable_radix_cache else f"{config.prefix_fidelity} prompts")
         if scales := kv_scales.told(model, config.tiers):
             findings.add("KV scales", scales)

@@ -30,7 +30,7 @@ WORDS = {
     "docs/methods.md": 1720,
     "docs/limits.md": 1185,
     "docs/results.md": 2830,
-    "docs/quality.md": 1310,
+    "docs/quality.md": 1430,
     "docs/kernels.md": 1440,
     "docs/architecture.md": 2840,
     "benchmarks/README.md": 960,

@@ -13,7 +13,7 @@ import pytest
 
 from benchmarks.paths import NANO, REPOSITORY
 from sglang_diffkv.calibration import resolution
-from sglang_diffkv.config import CONFIG_ENV, DiffKVConfig, load_config
+from sglang_diffkv.config import CONFIG_ENV, DiffKVConfig, load_config, read_config
 from sglang_diffkv.errors import ConfigError
 from sglang_diffkv.evaluate.configuration import parse_configuration
 from sglang_diffkv.presets import PRESETS
@@ -30,8 +30,8 @@ def _alone(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_what_each_preset_is() -> None:
-    found = {name: load_config(name) for name in PRESETS}
-    assert list(found) == ["lossless", "safe", "balanced", "small"]
+    found = {name: load_config(name) for name in PRESETS if name != "auto"}
+    assert list(PRESETS) == ["auto", *found] and list(found) == ["lossless", "safe", "balanced", "small"]
     assert found["lossless"].lossless
     assert found["safe"].tiers == ("K8V4",) and not found["safe"].build_policy().compresses
     assert found["balanced"].whole() == {**DiffKVConfig().whole(), "key_means": "auto"}, "the default, with key means"
@@ -44,10 +44,13 @@ def test_what_each_preset_is() -> None:
 @pytest.mark.parametrize("name", PRESETS)
 def test_a_report_names_the_preset(name: str) -> None:
     found = resolution(name, NANO)
-    assert found.origin == f"those of the preset {name}" and not found.files
+    assert not found.files and read_config(found.config.as_text()) == found.config, "what travels to the scheduler"
+    if name == "auto":
+        assert found.config.chosen_at_start and "once it is loaded" in found.origin
+        return
+    assert found.origin == f"those of the preset {name}"
     assert {x for x, source in found.sources.items() if source == f"preset {name}"} >= {"tiers"}
     assert set(found.sources.values()) <= {f"preset {name}", "default"}
-    assert load_config(found.config.model_dump_json(exclude_none=True)) == found.config, "what travels to the scheduler"
 
 
 def test_a_preset_in_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -72,7 +75,7 @@ def test_a_misspelt_preset(given: str, meant: str) -> None:
         load_config(given)
     assert "\n" not in str(found.value)
     with pytest.raises(
-        ConfigError, match=r'--diffkv-config: "fastest" is no preset \(lossless, .*, small\), JSON or file\.'
+        ConfigError, match=r'--diffkv-config: "fastest" is no preset \(auto, lossless, .*, small\), JSON or file\.'
     ):
         load_config("fastest")
     with pytest.raises(ConfigError, match="cannot be read"):
@@ -123,6 +126,6 @@ def test_sglang_s_engine_is_extended_once() -> None:
 def test_the_page_has_each_preset_as_it_is() -> None:
     page = (REPOSITORY / "docs" / "choose.md").read_text(encoding="utf-8")
     rows = dict(re.findall(r"^\| `(\w+)` \| `(\{.*?\})` \|", page, re.MULTILINE))
-    assert {name: load_config(text).whole() for name, text in rows.items()} == {
-        name: load_config(name).whole() for name in PRESETS
+    assert {name: read_config(text).whole() for name, text in rows.items()} == {
+        name: read_config(name).whole() for name in PRESETS
     }

@@ -16,7 +16,7 @@ from sglang_diffkv.srt.scheduling import admission
 from sglang_diffkv.srt.scheduling.allocator import SERVED, DiffKVAllocator, requests_of, requests_of_tree
 from sglang_diffkv.srt.scheduling.lifecycle import BatchRefused, RequestLifecycle
 from sglang_diffkv.srt.scheduling.refused_requests import refuse_in_decode, tell_refused, undo_prefill
-from sglang_diffkv.srt.startup import build, draft_model, kv_canary, launch, own_means
+from sglang_diffkv.srt.startup import build, draft_model, kv_canary, launch, own_choice, own_means
 from sglang_diffkv.srt.versions import compat
 from sglang_diffkv.srt.versions import states as compat_states
 from sglang_diffkv.srt.versions.selection import BACKEND, is_selected
@@ -89,9 +89,11 @@ def validate_mamba_no_buffer(original: Any, *args: Any) -> None:
 
 
 def configure_kv_cache_dtype(original: Any, self: Any) -> Any:
-    """A checkpoint may ask for an FP8 cache, which SGLang decides once the model is loaded."""
+    """A checkpoint may ask for an FP8 cache, which SGLang decides once the model is loaded. It comes last of what needs
+    the weights and before all that needs sizes: so here the model chooses a configuration, if it is to."""
     result = original(self)
     if is_selected(self.server_args) and not self.is_draft_worker:
+        build.choose_configuration(self)
         build.keep_computed_dtype(self)
     return result
 
@@ -382,6 +384,7 @@ def get_internal_state(original: Any, self: Any, *args: Any, **kwargs: Any) -> A
             "prefix_cache": requests.tree.report(),
             "mixed_chunks": requests.mixed.report() if self.is_mixed_chunk else {},
             "states": requests.states.report(),
+            "choice": own_choice.report(),
             "key_means": own_means.report(),
             "retracted": requests.retracted.report(),
             "host_prefixes": requests.host.report(),

@@ -14,7 +14,7 @@ import torch
 from sglang.srt.model_executor.pool_configurator import MemoryPoolConfig, MemoryPoolConfigurator
 
 from sglang_diffkv import __version__
-from sglang_diffkv.config import CHECK_ENV, load_config
+from sglang_diffkv.config import CHECK_ENV, load_config, read_config
 from sglang_diffkv.errors import UnsupportedError
 from sglang_diffkv.key_means import AUTO
 from sglang_diffkv.layout.geometry import Geometry
@@ -30,11 +30,12 @@ from sglang_diffkv.srt.models.scaling import attention_layers, layer_scalings, l
 from sglang_diffkv.srt.models.speculation import check_drafts, draft_room, drafts_of, longest_row
 from sglang_diffkv.srt.pool import DiffKVPool
 from sglang_diffkv.srt.scheduling.allocator import SERVED, DiffKVAllocator
-from sglang_diffkv.srt.startup import own_means
+from sglang_diffkv.srt.startup import own_choice, own_means
 from sglang_diffkv.srt.startup.disk_store import opened
 from sglang_diffkv.srt.startup.draft_model import bytes_of_slot
 from sglang_diffkv.srt.startup.host_memory import describe, host_tier
 from sglang_diffkv.srt.startup.kv_canary import register_canary
+from sglang_diffkv.srt.startup.launch import take_choice
 from sglang_diffkv.srt.startup.validation import PAGE_DTYPES, check_layers, check_model, check_policy, check_server_args
 from sglang_diffkv.srt.startup.wiring import build_lifecycle, build_prefix_cache
 from sglang_diffkv.srt.tree.retracted import why_recomputed
@@ -45,6 +46,15 @@ logger = logging.getLogger(__name__)
 
 _budget: tuple[int, int] | None = None
 """Bytes that SGLang had for the last pool, and how many tokens fit."""
+
+
+def choose_configuration(runner: Any) -> None:
+    """With ``auto`` let SGLang's model runner choose what to serve with: its weights are loaded, and pools are to come.
+    All ranks have to call it. Raises UnsupportedError."""
+    given = read_config()
+    if given.chosen_at_start:
+        check_layers(runner.model)
+        take_choice(*own_choice.choose(runner, given))
 
 
 def keep_computed_dtype(runner: Any) -> None:

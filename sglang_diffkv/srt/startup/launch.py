@@ -9,16 +9,17 @@ import sys
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 
 from sglang_diffkv.calibration import Resolution, resolution, sources_of
-from sglang_diffkv.config import CONFIG_ENV, CONFIG_OPTION, DiffKVConfig, load_config, source_of
+from sglang_diffkv.config import CHOSEN, CONFIG_ENV, CONFIG_OPTION, DiffKVConfig, read_config, source_of
 from sglang_diffkv.errors import ConfigError, UnsupportedError
 from sglang_diffkv.srt.models.scaling import stated_spans
 from sglang_diffkv.srt.models.speculation import check_drafts, drafts_by_model, drafts_of
-from sglang_diffkv.srt.startup import preflight
+from sglang_diffkv.srt.startup import own_choice, preflight
 from sglang_diffkv.srt.startup.draft_model import choose_backend
 from sglang_diffkv.srt.startup.prefill_graphs import choose_graphs
 from sglang_diffkv.srt.startup.validation import check_policy, check_server_args, scores_whole_heads
@@ -83,8 +84,8 @@ def configure(
     logger.info("DiffKV configuration (%s): %s", found.origin, json.dumps(report))
     if found.warning:
         logger.warning("%s", found.warning)
-    _check(server_args, found.config)
-    text = found.config.model_dump_json(exclude_none=True)
+    _check(server_args, *own_choice.candidates(server_args, found.config))
+    text = found.config.as_text()
     if len(text) > MOST_TEXT:
         raise ConfigError(
             f"the configuration has {len(text):,} characters with all that it names; the processes of a server can be "
@@ -96,6 +97,17 @@ def configure(
     os.environ[ORIGINS_ENV] = json.dumps({"of": _digest(text), **report})
 
 
+def take_choice(config: DiffKVConfig, origin: str) -> None:
+    """This process serves with ``config``, which was chosen once the model was loaded. ``origin``: why, in words."""
+    before = json.loads(os.environ.get(ORIGINS_ENV) or "{}")
+    text = config.as_text()
+    report = Resolution(config, origin, sources_of(config, dict.fromkeys(config.model_fields_set, CHOSEN))).report()
+    os.environ[CONFIG_ENV] = text
+    os.environ[ORIGINS_ENV] = json.dumps({
+        "of": _digest(text), "thresholds": origin, "sources": report["sources"], "files": before.get("files", {})
+    })  # fmt: skip
+
+
 def _digest(text: str) -> int:
     return zlib.crc32(text.encode())
 
@@ -104,35 +116,39 @@ def configuration_report() -> dict[str, Any]:
     """The configuration that this process runs, whole, and where its parts come from: as ``Resolution.report``."""
     text = os.environ.get(CONFIG_ENV, "")
     origins = json.loads(os.environ.get(ORIGINS_ENV) or "{}")
-    config = load_config()
+    config = read_config()
     if origins.pop("of", None) != _digest(text):  # no launch of ours came before: the environment alone says it
         sources = sources_of(config, dict.fromkeys(config.model_fields_set, source_of(text, CONFIG_ENV)))
         return Resolution(config, "those of the configuration given", sources).report()
     return {"values": config.whole(), **origins}
 
 
-def _check(server_args: Any, config: DiffKVConfig) -> None:
+def _check(server_args: Any, *configs: DiffKVConfig) -> None:
+    """Raise UnsupportedError unless a server may run any of ``configs``."""
     choose_graphs(server_args)
     compat.decline_hybrid_swa_pools(server_args)
     choose_backend(server_args)
     args = compat.resolved(server_args)
     drafts = drafts_of(args)
-    attention_spans = stated_spans(server_args) if drafts or scores_whole_heads(config) else ()
-    checks = [lambda: check_server_args(server_args, config), lambda: check_policy(config, attention_spans)]
-    if drafts:
-        checks.append(lambda: check_drafts(config, attention_spans, by_model=drafts_by_model(args)))
+    attention_spans = stated_spans(server_args) if drafts or any(map(scores_whole_heads, configs)) else ()
+    checks: list[Callable[[], None]] = []
+    for config in configs:
+        checks.append(partial(check_server_args, server_args, config))
+        checks.append(partial(check_policy, config, attention_spans))
+        if drafts:
+            checks.append(partial(check_drafts, config, attention_spans, by_model=drafts_by_model(args)))
     _refuse_at_once(checks)
     compat.decline_hierarchical_cache(server_args)
 
 
 def _refuse_at_once(checks: Sequence[Callable[[], None]]) -> None:
     """Raise UnsupportedError with what all checks say, a line each."""
-    said = []
+    said: dict[str, None] = {}
     for check in checks:
         try:
             check()
         except UnsupportedError as error:
-            said.append(str(error))
+            said[str(error)] = None
     if said:
         raise UnsupportedError("\n".join(said))
 
@@ -144,7 +160,7 @@ def configure_unless_done(server_args: Any) -> None:
     if launch is None or launch.model_path != str(server_args.model_path):
         configure(server_args)
     else:
-        _check(server_args, load_config())
+        _check(server_args, *own_choice.candidates(server_args, read_config()))
 
 
 def ask_before_loading(server_args: Any, first: Callable[[], None]) -> None:
@@ -157,7 +173,7 @@ def ask_before_loading(server_args: Any, first: Callable[[], None]) -> None:
     try:
         first()
         configure_unless_done(server_args)
-        preflight.ask(server_args, load_config())
+        preflight.ask(server_args, *own_choice.candidates(server_args, read_config()))
     except (ConfigError, UnsupportedError) as error:
         launch = _left_there()
         if launch is not None and launch.command:

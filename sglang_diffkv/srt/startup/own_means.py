@@ -9,11 +9,9 @@ from __future__ import annotations
 import hashlib
 import logging
 import os
-import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from importlib import resources
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +21,9 @@ import torch
 from sglang_diffkv import __version__
 from sglang_diffkv.config import CACHE_ENV
 from sglang_diffkv.errors import ConfigError
-from sglang_diffkv.files import named, private_folder
+from sglang_diffkv.files import named, private_folder, write_privately
 from sglang_diffkv.key_means import SINKS, KeySums, impossible, read_key_means, write_key_means
+from sglang_diffkv.ladder import text_of
 from sglang_diffkv.mem_pool.segment_object import canonical
 from sglang_diffkv.ops import Scaling
 from sglang_diffkv.srt.models.hybrids import has_states
@@ -39,6 +38,7 @@ FORMAT = 1
 TOKENS = 4096
 """To read at most. A pass is no longer than one over prompts."""
 LEAST_TOKENS = 256
+MEASURE = "measure them with python -m sglang_diffkv.calibrate.means"
 TEXT = "reading.txt"
 """From "The Red-Headed League" by Arthur Conan Doyle (1891), with code and records between."""
 
@@ -98,25 +98,38 @@ def find(runner: Any, scalings: Sequence[Scaling], sinks: torch.dtype | None) ->
 
 def obstacle(runner: Any, scalings: Sequence[Scaling], sinks: torch.dtype | None) -> str:
     """Why this model has no means, or cannot be read at the start of a server; empty if it can."""
-    view = compat.resolved(runner.server_args)
-    if str(getattr(view.load_format, "value", view.load_format)) == "dummy":
-        return "--load-format dummy loads random weights, whose keys say nothing"
     if any(scaling.cap for scaling in scalings):
         return "layers have a logit cap, under which attention would not stay the same"
     if sinks is not None:
         return "layers have attention sinks, whose logits do not move with those of keys"
     if has_states(runner.req_to_token_pool):
-        return "layers have states, which only requests have; measure them with python -m sglang_diffkv.calibrate.means"
+        return f"layers have states, which only requests have; {MEASURE}"
+    view = compat.resolved(runner.server_args)
+    why = unreadable(view)
+    return f"{why}; {MEASURE}" if "LoRA" in why else why
+
+
+def unreadable(view: Any) -> str:
+    """Why models are not read at the start of a server with these resolved arguments; empty if they are."""
+    if str(getattr(view.load_format, "value", view.load_format)) == "dummy":
+        return "--load-format dummy loads random weights, whose keys say nothing"
     if getattr(view, "enable_lora", False) or getattr(view, "lora_paths", None):
-        return "with LoRA texts are not read at the start; measure them with python -m sglang_diffkv.calibrate.means"
+        return "with LoRA texts are not read at the start"
     if str(getattr(view, "moe_a2a_backend", None) or "none") != "none":
         return "with --moe-a2a-backend texts are not read at the start"
     return ""
 
 
-def text_ids(view: Any, model: Any) -> tuple[str, list[int]]:
+def text_ids(
+    view: Any, model: Any, given: str | None = None, tokens: int = TOKENS, least: int = LEAST_TOKENS
+) -> tuple[str, list[int]]:
     """Why there are no tokens to read, empty if there are; and the tokens, with those that the tokenizer puts before
-    each text. ``view``: resolved arguments. ``model``: SGLang's ModelConfig."""
+    each text.
+
+    Args:
+        view: resolved arguments. model: SGLang's ModelConfig. given: the text, None for that of the means.
+        tokens, least: to read at most, and needed at least.
+    """
     from sglang.srt.utils.hf_transformers_utils import get_tokenizer
 
     if view.skip_tokenizer_init:
@@ -125,19 +138,19 @@ def text_ids(view: Any, model: Any) -> tuple[str, list[int]]:
     options = {"tokenizer_mode": view.tokenizer_mode, "trust_remote_code": view.trust_remote_code}
     try:
         tokenizer = get_tokenizer(path, **options, revision=view.revision)
-        ids = list(tokenizer(text())["input_ids"])
+        ids = list(tokenizer(text() if given is None else given)["input_ids"])
     except Exception as error:  # of whoever wrote the tokenizer
         return f"the tokenizer cannot be used: {error}", []
     chunk = view.chunked_prefill_size or 0
-    most = min(TOKENS, model.context_len, chunk if chunk > 0 else TOKENS)
-    if len(ids[:most]) < LEAST_TOKENS:
-        return f"a pass takes {most} tokens, and {LEAST_TOKENS} are needed", []
+    most = min(tokens, model.context_len, chunk if chunk > 0 else tokens)
+    if len(ids[:most]) < least:
+        return f"a pass takes {len(ids[:most])} tokens, and {least} are needed", []
     return "", ids[:most]
 
 
 def text() -> str:
     """The text that is read."""
-    return (resources.files("sglang_diffkv") / "texts" / TEXT).read_text(encoding="utf-8")
+    return text_of(TEXT)
 
 
 def _kept_or_measured(runner: Any, ids: list[int]) -> Found:
@@ -210,16 +223,5 @@ def _kept(file: Path, shape: tuple[int, int, int]) -> torch.Tensor | None:
 
 def _keep(file: Path, means: torch.Tensor, tokens: int) -> str:
     """Write a file that its user alone may read, whole or not at all; why that is not possible, empty if it is."""
-    try:
-        handle, name = tempfile.mkstemp(dir=file.parent, suffix=".partly")
-        os.close(handle)
-        try:
-            write_key_means(Path(name), means, {"tokens": str(tokens), "text": TEXT, "sglang_diffkv": __version__})
-            os.chmod(name, 0o600)
-            os.replace(name, file)
-        except BaseException:
-            os.unlink(name)
-            raise
-    except OSError as error:
-        return f"the file cannot be written: {error.strerror}"
-    return ""
+    facts = {"tokens": str(tokens), "text": TEXT, "sglang_diffkv": __version__}
+    return write_privately(file, lambda path: write_key_means(path, means, facts))

@@ -59,9 +59,9 @@ def model_reads_window(model: Any) -> bool | None:
     return reads_window(ModelRegistry.resolve_model_cls(model.hf_config.architectures)[0])
 
 
-def ask(args: Any, config: DiffKVConfig) -> None:
-    """Raise ConfigError or UnsupportedError for what a server with these arguments would refuse later. What SGLang
-    itself does not take is left to it."""
+def ask(args: Any, *configs: DiffKVConfig) -> None:
+    """Raise ConfigError or UnsupportedError for what a server with these arguments would refuse later, whichever of
+    ``configs`` it runs. What SGLang itself does not take is left to it."""
     try:
         configurator = configurator_of(args)
         stated = configured_spans(configurator.model_config.hf_text_config)
@@ -71,8 +71,14 @@ def ask(args: Any, config: DiffKVConfig) -> None:
         logger.info("DiffKV: the model is checked once it is loaded, since SGLang said before: %s", error)
         return
     check_model(configurator)
-    planned(configurator, config, draft_bytes)
-    if scales := kv_scales.told(configurator.model_config, config.tiers):
+    if len(configs) > 1 and configurator.mambaish_config is not None:
+        raise UnsupportedError(
+            "--diffkv-config auto: the model has layers with states, which only requests have. So it cannot read a "
+            "text at the start. Name another preset (docs/choose.md)"
+        )
+    for config in configs:
+        planned(configurator, config, draft_bytes)
+    if scales := kv_scales.told(configurator.model_config, configs[0].tiers):
         logger.info("DiffKV: %s", scales)
 
 

@@ -1,0 +1,253 @@
+"""What a compressed cache would do to attention, in plain PyTorch and without pages: keys and values are rounded as a
+tier rounds them where the policy would have put them there. For programs that read a text once.
+
+The text stands for one request: a prompt that the prefix cache had, a new prompt behind it, and a reply. Queries of the
+first see everything as the model computed it. Those of the new prompt see the cached one as it is stored, and each
+other as computed. Those of the reply see everything as it is stored when their step comes.
+
+Scores are means over all later queries, as of an ``observe_every`` of 1, and a token is looked at once: at the end of
+its prompt, or when it leaves the window. Only what a policy's thresholds make of one or two tiers is emulated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from sglang_diffkv.attention.whole import Sight
+from sglang_diffkv.config import DiffKVConfig
+from sglang_diffkv.kernels.quantize.reference import dequantize, quantize
+from sglang_diffkv.kernels.rotate.reference import NO_ROTATION, Rotation, rotated
+from sglang_diffkv.layout.page_format import RAW_BITS, Tier
+from sglang_diffkv.policies.base import Policy
+from sglang_diffkv.policies.diffkv import DiffKVPolicy
+
+QUERIES = 256
+"""Whose attention is worked out at once."""
+LARGEST_E4M3 = 448.0
+"""Larger numbers become this one. Stock SGLang's cast makes them NaN, so its loss is not above what is found here."""
+
+
+@dataclass(frozen=True)
+class Span:
+    """Where the parts of a text end.
+
+    Attributes:
+        cached: tokens of the prompt that the prefix cache had. prompt: those, and the tokens of the new prompt.
+    """
+
+    cached: int
+    prompt: int
+
+
+@dataclass(frozen=True)
+class Forms:
+    """Keys or values [H, N, D] float32 as computed, and as the high and the low tier store them."""
+
+    computed: torch.Tensor
+    high: torch.Tensor
+    low: torch.Tensor
+
+
+@dataclass(frozen=True)
+class Stored:
+    """How tokens are stored.
+
+    Attributes:
+        tiers: one or two, high first. policy: which of two a token goes to. rotation: before rounding.
+        means: [layers, H, D], taken off keys before they are rounded; None for none.
+    """
+
+    tiers: tuple[Tier, ...]
+    policy: Policy | None = None
+    rotation: Rotation = NO_ROTATION
+    means: torch.Tensor | None = None
+
+    def __post_init__(self) -> None:
+        policy = self.policy
+        if len(self.tiers) > 1 and not (isinstance(policy, DiffKVPolicy) and len(self.tiers) == 2):
+            raise ValueError("of two tiers DiffKV's thresholds are emulated, and nothing else")
+        dropped = policy is not None and len(self.tiers) == 1 and policy.compresses
+        if dropped or (isinstance(policy, DiffKVPolicy) and (policy.prompt.prunes or policy.head_scale)):
+            raise ValueError("policies that drop tokens, and factors of heads, are not emulated")
+
+    @property
+    def scored(self) -> DiffKVPolicy | None:
+        """The policy that places tokens, None where all have one tier."""
+        return self.policy if len(self.tiers) > 1 and isinstance(self.policy, DiffKVPolicy) else None
+
+    def keys(self, key: torch.Tensor, layer: int) -> Forms:
+        """``key`` [H, N, D], in the model's dtype. ``layer``: its place in ``means``."""
+        means = None if self.means is None else self.means[layer].to(key.device).float()[:, None]
+        return self._forms(key, [x.k_bits for x in self.tiers], turned=self.rotation.keys, means=means)
+
+    def values(self, value: torch.Tensor) -> Forms:
+        """``value`` [H, N, D], in the model's dtype."""
+        return self._forms(value, [x.v_bits for x in self.tiers], turned=self.rotation.values, means=None)
+
+    def _forms(self, x: torch.Tensor, bits: list[int], *, turned: bool, means: torch.Tensor | None) -> Forms:
+        stored, off = (rotated(x) if turned else x.float()), None
+        if means is not None:
+            off = (rotated(means) if turned else means).to(x.dtype).float()
+            stored = stored - off
+        high = _rounded(stored, bits[0])
+        low = high if len(bits) == 1 else _rounded(high, bits[1], bits[0])
+        return Forms(x.float(), *(self._back(y, off, turned=turned) for y in (high, low)))
+
+    @staticmethod
+    def _back(x: torch.Tensor, off: torch.Tensor | None, *, turned: bool) -> torch.Tensor:
+        x = x if off is None else x + off
+        return rotated(x) if turned else x
+
+
+AS_COMPUTED = Stored((Tier(RAW_BITS, RAW_BITS),))
+"""Nothing is rounded: what others are compared with, by the same arithmetic."""
+
+
+class Fp8(Stored):
+    """Stock SGLang's ``fp8_e4m3`` without scales, for comparison. Queries stay as they are."""
+
+    def __init__(self) -> None:
+        super().__init__((Tier(8, 8),))
+
+    def _forms(self, x: torch.Tensor, bits: list[int], *, turned: bool, means: torch.Tensor | None) -> Forms:
+        bounded = x.float().clamp(-LARGEST_E4M3, LARGEST_E4M3)
+        stored = bounded.to(torch.float8_e4m3fn).float()
+        return Forms(x.float(), stored, stored)
+
+
+def stored_of(config: DiffKVConfig, means: torch.Tensor | None) -> Stored:
+    """How a server with this configuration stores tokens. ``means``: of the keys, if it takes any off. Raises
+    ValueError for what is not emulated."""
+    if config.key_rotation is not None or config.value_rotation is not None:
+        raise ValueError("fitted rotations are not emulated")
+    taken = means if config.key_means is not None else None
+    return Stored(config.parsed_tiers, config.build_policy(), config.rotation, taken)
+
+
+def _rounded(x: torch.Tensor, bits: int, source_bits: int = RAW_BITS) -> torch.Tensor:
+    """Vectors [..., D] float32 as a tier stores them."""
+    return x if bits == RAW_BITS else dequantize(*quantize(x, bits, source_bits), bits)
+
+
+def attend(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float, layer: int, stored: Stored, span: Span,
+    sight: Sight,
+) -> torch.Tensor:  # fmt: skip
+    """Attention of one sequence over what is stored of it.
+
+    Args:
+        query: [Hq, N, D]. key, value: [H, N, D], with any whole number of query heads to a KV head.
+        layer: its place among the layers that have pages. sight: without attention sinks.
+
+    Returns:
+        [N, Hq, D], in the queries' dtype.
+    """
+    assert sight.sinks is None, "attention sinks are not emulated"
+    heads, tokens = key.shape[:2]
+    queries = query.float().view(heads, -1, *query.shape[1:])  # [H, G, N, D]
+    keys, values = stored.keys(key, layer), stored.values(value)
+    policy, least = stored.scored, tokens if stored.scored else span.cached
+    received = torch.zeros(*queries.shape[:3], device=key.device)  # [H, G, N]
+    ends = None if policy is None else evidence_ends(tokens, policy.window, span, key.device)
+    out = torch.empty(*queries.shape[:3], value.shape[2], device=key.device)
+    for rows, logits in _logits(queries, keys.computed, scale, sight, slice(0, least)):
+        weights = logits.softmax(-1)
+        out[:, :, rows] = weights @ values.computed[:, None]
+        if ends is not None:
+            row = torch.arange(rows.start, rows.stop, device=key.device)[:, None]
+            column = torch.arange(tokens, device=key.device)
+            received += (weights * ((row > column) & (row <= ends))).sum(2)
+    low = None if policy is None or ends is None else placed_low(received, policy, ends, span)
+    behind = slice(span.cached, tokens)
+    for rows, computed in _logits(queries, keys.computed, scale, sight, behind):
+        seen = _softmax_as_stored(computed, queries[:, :, rows], keys, scale, sight, _Seen(rows, span, low, ends))
+        forms = (values.computed, values.high, values.low)
+        out[:, :, rows] = torch.stack([part @ x[:, None] for part, x in zip(seen, forms, strict=True)]).sum(0)
+    return out.flatten(0, 1).transpose(0, 1).to(query.dtype)
+
+
+def evidence_ends(tokens: int, window: int, span: Span, device: torch.device) -> torch.Tensor:
+    """[tokens] int64: the last query whose attention a token's score has when it is looked at."""
+    position = torch.arange(tokens, device=device)
+    ends = position + window
+    for end in (span.prompt, span.cached):
+        ends = torch.where(position < end - window, torch.full_like(ends, end - 1), ends)
+    return ends
+
+
+def placed_low(received: torch.Tensor, policy: DiffKVPolicy, ends: torch.Tensor, span: Span) -> torch.Tensor:
+    """[H, N] bool: tokens that go to the low tier once they are looked at.
+
+    Args:
+        received: [H, query heads of each, N], sums of the attention that each token got. ends: of ``evidence_ends``.
+    """
+    position = torch.arange(ends.shape[0], device=ends.device)
+    scores = (received / (ends - position)).amax(1)
+    length = torch.where(position < span.prompt - policy.window, position, ends) + 1  # of a prompt: up to the token
+    return (scores < policy.alpha_high / length) & (position >= policy.sinks)
+
+
+@dataclass(frozen=True)
+class _Seen:
+    """In which form queries see tokens."""
+
+    rows: slice
+    span: Span
+    low: torch.Tensor | None
+    ends: torch.Tensor | None
+
+    def masks(self, tokens: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Which tokens are seen as computed [M, N], and which as the low tier stores them [H, 1, M, N]."""
+        row = torch.arange(self.rows.start, self.rows.stop, device=device)[:, None]
+        computed = (row < self.span.prompt) & (torch.arange(tokens, device=device) >= self.span.cached)
+        if self.low is None or self.ends is None:
+            return computed, None
+        return computed, (self.low[:, None] & (row > self.ends) & ~computed)[:, None]
+
+
+def _softmax_as_stored(
+    computed: torch.Tensor, queries: torch.Tensor, keys: Forms, scale: float, sight: Sight, seen: _Seen
+) -> tuple[torch.Tensor, ...]:
+    """Attention weights [H, G, M, N] of tokens that are seen as computed, in the high tier and in the low one: each 0
+    where a token is seen otherwise. ``computed``: the logits of keys as computed."""
+    as_computed, as_low = seen.masks(computed.shape[-1], computed.device)
+    hidden = torch.isneginf(computed)
+    logits = torch.where(as_computed, computed, _capped(queries @ keys.high[:, None].mT * scale, sight))
+    if as_low is not None:
+        logits = torch.where(as_low, _capped(queries @ keys.low[:, None].mT * scale, sight), logits)
+    weights = logits.masked_fill(hidden, float("-inf")).softmax(-1)
+    fresh, rest = weights * as_computed, weights * ~as_computed
+    return (fresh, rest, torch.zeros_like(rest)) if as_low is None else (fresh, rest * ~as_low, rest * as_low)
+
+
+def _logits(
+    queries: torch.Tensor, keys: torch.Tensor, scale: float, sight: Sight, within: slice
+) -> Iterator[tuple[slice, torch.Tensor]]:
+    """Some queries at a time: which, and their logits [H, G, M, N], -inf where a token is not seen."""
+    column = torch.arange(keys.shape[1], device=keys.device)
+    for first in range(within.start, within.stop, QUERIES):
+        rows = slice(first, min(first + QUERIES, within.stop))
+        row = column[rows, None]
+        hidden = column > row
+        if sight.window is not None:
+            hidden = hidden | (column <= row - sight.window)
+        logits = _capped(queries[:, :, rows] @ keys[:, None].mT * scale, sight)
+        yield rows, logits.masked_fill(hidden, float("-inf"))
+
+
+def _capped(logits: torch.Tensor, sight: Sight) -> torch.Tensor:
+    return logits if sight.softcap is None else sight.softcap * torch.tanh(logits / sight.softcap)
+
+
+def divergence(reference: torch.Tensor, found: torch.Tensor) -> torch.Tensor:
+    """[M] float64: KL divergence in nats of next-token distributions from those of ``reference``; both are logits
+    [M, vocabulary]. Infinite where ``found`` has numbers that are not finite."""
+    parts: list[Any] = []
+    for first in range(0, reference.shape[0], QUERIES):
+        p, q = (x[first : first + QUERIES].float().log_softmax(-1).double() for x in (reference, found))
+        parts.append((p.exp() * (p - q)).sum(-1))
+    return torch.cat(parts).nan_to_num(nan=float("inf")).clamp(min=0)

@@ -1,0 +1,186 @@
+"""Compare configurations on a model without a server: what would each cost in next-token distributions?
+
+The Hugging Face model reads passages of a text. Keys and values are rounded where a policy would have put their tokens
+into a tier (see ``sglang_diffkv/attention/emulated.py``), and the distributions are compared with the model's own. A
+server that is started with ``--diffkv-config auto`` does the same with a text of its own. Without ``--config`` its
+ladder is judged. Example:
+
+    python -m sglang_diffkv.calibrate.emulated --model MODEL --text prose.txt --n 12
+    python -m sglang_diffkv.calibrate.emulated --model MODEL --text prose.txt --config safe --config 'mine={}'
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from sglang_diffkv.arguments import output_file
+from sglang_diffkv.attention.emulated import AS_COMPUTED, Fp8, Span, Stored, attend, divergence, stored_of
+from sglang_diffkv.attention.whole import Sight, causal
+from sglang_diffkv.calibrate.reading import add_arguments, load, windows
+from sglang_diffkv.config import DiffKVConfig, load_config
+from sglang_diffkv.errors import ConfigError
+from sglang_diffkv.evaluate.cli import positive
+from sglang_diffkv.evaluate.endpoint import EvaluationError
+from sglang_diffkv.evaluate.prompts import load_tokenizer
+from sglang_diffkv.evaluate.report import markdown
+from sglang_diffkv.evaluate.tasks.files import TaskFileError
+from sglang_diffkv.key_means import SINKS, KeySums
+from sglang_diffkv.ladder import LEAST_TOKENS, RUNGS, Loss, climb, parts_of, rungs, scored_positions, text_of
+
+READING, READ = "reading.txt", 4096
+"""The text of the key means, and tokens of it that are read at most: as a server does."""
+FP8 = "fp8_e4m3"
+
+
+class Reading:
+    """What transformers calls to attend: as computed, or as ``stored`` of ``span`` would be."""
+
+    def __init__(self) -> None:
+        self.stored: Stored | None = None
+        self.sums: KeySums | None = None
+        self.span = Span(0, 0)
+
+    def attend(
+        self, module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: Any, scaling: float,
+        **kwargs: Any,
+    ) -> tuple[torch.Tensor, None]:  # fmt: skip
+        """Attention of one sequence in transformers' shapes [1, heads, N, dim]."""
+        sight = Sight.of(kwargs)
+        if self.sums is not None:
+            self.sums.add(module.layer_idx, key[0].transpose(0, 1))
+        if self.stored is None:
+            return causal(query, key, value, scaling, sight), None
+        if sight.sinks is not None:
+            raise EvaluationError("layers with attention sinks are not emulated")
+        out = attend(query[0], key[0], value[0], scaling, module.layer_idx, self.stored, self.span, sight)
+        return out.unsqueeze(0), None
+
+
+def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(
+        prog="python -m sglang_diffkv.calibrate.emulated",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add_arguments(parser, 1 << 20, "of a passage: a cached prompt, a new one and a reply", 2048)
+    parser.add_argument("--n", type=positive, default=12, help="passages (default: %(default)s)")
+    parser.add_argument(
+        "--config", action="append", metavar="NAME=JSON", help="a preset, or a name and a configuration; may repeat"
+    )
+    parser.add_argument("--output", type=output_file, help="also write the numbers to this file, .json")
+    args = parser.parse_args(argv)
+    if args.window_tokens < LEAST_TOKENS:
+        parser.error(f"--window-tokens must be at least {LEAST_TOKENS}")
+    return args
+
+
+def configurations(given: Sequence[str] | None) -> dict[str, DiffKVConfig]:
+    """By name; the ladder if none is given. Raises ConfigError."""
+    if not given:
+        return rungs(DiffKVConfig())
+    parts = [x.partition("=") for x in given]
+    return {name: load_config(source if equals else name) for name, equals, source in parts}
+
+
+class Judge:
+    """Judges configurations on a model. Raises EvaluationError."""
+
+    def __init__(self, path: str, tokenizer: str | None):
+        self.reading = Reading()
+        self.model = load(path, self.reading.attend)
+        ids = load_tokenizer(tokenizer or path)(text_of(READING))["input_ids"][:READ]
+        self.means = self._means(list(ids))
+
+    @torch.inference_mode()
+    def _means(self, ids: list[int]) -> torch.Tensor | None:
+        self.reading.stored, self.reading.sums = None, KeySums()
+        self.model.model(torch.tensor([ids], device=self.model.device), use_cache=False)
+        sums, self.reading.sums = self.reading.sums, None
+        try:
+            return sums.means() if len(ids) > SINKS else None
+        except ValueError:
+            return None
+
+    @torch.inference_mode()
+    def logits(self, ids: Sequence[int], stored: Stored) -> torch.Tensor:
+        """[M, vocabulary] at the scored positions of one passage."""
+        self.reading.stored, self.reading.span = stored, Span(*parts_of(len(ids)))
+        positions = torch.tensor([x for part in scored_positions(len(ids)) for x in part], device=self.model.device)
+        given = torch.tensor([list(ids)], device=self.model.device)
+        return self.model(given, use_cache=False, logits_to_keep=positions).logits[0].float()
+
+    def losses(self, ids: Sequence[int], ways: Mapping[str, Stored]) -> dict[str, torch.Tensor]:
+        """KL in nats of each way to store a passage, at the scored positions [M]."""
+        reference = self.logits(ids, AS_COMPUTED)
+        return {name: divergence(reference, self.logits(ids, stored)).cpu() for name, stored in ways.items()}
+
+
+Losses = Mapping[str, Sequence[tuple[torch.Tensor, torch.Tensor]]]
+"""Of each configuration, passage by passage: of the new prompt's positions, and of the reply's."""
+
+
+def judge(args: argparse.Namespace) -> Losses:
+    """Raises ConfigError, EvaluationError and TaskFileError."""
+    configs = configurations(args.config)
+    passages = windows(args, LEAST_TOKENS)[: args.n]
+    judge = Judge(args.model, args.tokenizer)
+    ways: dict[str, Stored] = {FP8: Fp8()}
+    ways |= {name: stored_of(config, judge.means) for name, config in configs.items()}
+    found: dict[str, list[tuple[torch.Tensor, torch.Tensor]]] = {name: [] for name in ways}
+    for number, passage in enumerate(passages, 1):
+        print(f"passage {number} of {len(passages)}", file=sys.stderr)
+        count = len(scored_positions(len(passage))[0])
+        for name, lost in judge.losses(passage, ways).items():
+            found[name].append((lost[:count], lost[count:]))
+    return found
+
+
+def taken(found: Losses) -> str:
+    """The rung that a server would take, if this were its text."""
+    parts = {name: [torch.cat(x) for x in zip(*losses, strict=True)] for name, losses in found.items()}
+    fp8 = torch.cat(parts[FP8])
+    losses = {name: Loss.of(torch.cat(x), fp8, len(x[0])) for name, x in parts.items()}
+    return climb(list(RUNGS), losses[FP8], losses.__getitem__).rung
+
+
+def table(found: Losses) -> str:
+    """A Markdown table, in millinats a token, with standard errors; and how many passages lose more than FP8's."""
+    rows = []
+    for name, losses in found.items():
+        cells = [name]
+        for part in range(2):
+            mine, fp8 = (1e3 * torch.stack([x[part].mean() for x in y]) for y in (losses, found[FP8]))
+            worse = int((mine > fp8).sum())
+            error = f" ± {float(mine.std()) / len(mine) ** 0.5:.2f}" if len(mine) > 1 else ""
+            cells += [f"{float(mine.mean()):.2f}{error}", f"{worse} of {len(mine)}"]
+        rows.append(cells)
+    return markdown(["cache", "new prompt, 0.001 nats", "above FP8", "reply, 0.001 nats", "above FP8"], rows)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Judge and print; 1 with the reason if that is not possible."""
+    args = parse_args(argv)
+    try:
+        found = judge(args)
+        if args.output is not None:
+            numbers = {name: [[float(x.mean()) for x in y] for y in losses] for name, losses in found.items()}
+            Path(args.output).write_text(json.dumps(numbers, indent=1) + "\n", encoding="utf-8")
+    except (ConfigError, TaskFileError, EvaluationError, OSError, ValueError) as error:
+        print(f"sglang_diffkv.calibrate.emulated: {error}", file=sys.stderr)
+        return 1
+    print(table(found))
+    if not args.config:
+        print(f"auto would take {taken(found)}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

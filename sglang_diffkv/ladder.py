@@ -1,0 +1,126 @@
+"""A short ladder of configurations, and which of its rungs a server takes for a model that it does not know
+(``--diffkv-config auto``). It is the first one that loses no more than an FP8 cache does, as the model itself measures
+it, with a standard error to spare.
+
+``attention/emulated.py`` works out the losses, ``srt/startup/own_choice.py`` has the served model read for them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from importlib import resources
+from math import inf, isfinite
+from typing import Any
+
+import torch
+
+from sglang_diffkv.config import DiffKVConfig
+from sglang_diffkv.key_means import AUTO
+
+FORMAT = 1
+"""Raised where a choice of an older package is not to be used."""
+JUDGING = "judging.txt"
+"""The text on which rungs are judged. It is not the text of the key means."""
+TOKENS, LEAST_TOKENS = 2560, 1024
+"""Of the text: read at most, and needed at least."""
+SCORED = 256
+"""Queries of a prompt, and of a reply, whose next-token distributions are compared, at most."""
+
+RUNGS: Mapping[str, Mapping[str, Any]] = {
+    "K8V4 and K4V2, key means": {"tiers": ["K8V4", "K4V2"], "key_means": AUTO, "policy": {"name": "diffkv"}},
+    "K8V4 and K5V2, key means": {
+        "tiers": ["K8V4", "K5V2"], "rotate": "both", "key_means": AUTO, "policy": {"name": "diffkv"},
+    },
+    "K8V4 and K6V2, key means": {
+        "tiers": ["K8V4", "K6V2"], "rotate": "both", "key_means": AUTO, "policy": {"name": "diffkv"},
+    },
+    "K8V4, rotated, key means": {"tiers": ["K8V4"], "rotate": "both", "key_means": AUTO},
+    "K8V5, rotated, key means": {"tiers": ["K8V5"], "rotate": "both", "key_means": AUTO},
+    "K8V8": {"tiers": ["K8V8"]},
+    "lossless": {"tiers": ["BF16"]},
+}  # fmt: skip
+"""Name -> fields, the fewest bytes first. The last loses nothing, so there is always one."""
+NOTHING_LOST = "lossless"
+
+
+@dataclass(frozen=True)
+class Loss:
+    """Mean KL divergence from the model without a compressed cache, in nats a token.
+
+    Attributes:
+        prompt: of a new prompt behind a cached one. reply: of the reply.
+        prompt_error, reply_error: standard errors of the mean differences from FP8's, position by position.
+    """
+
+    prompt: float
+    reply: float
+    prompt_error: float = 0.0
+    reply_error: float = 0.0
+
+    @classmethod
+    def of(cls, lost: torch.Tensor, fp8: torch.Tensor, prompt: int) -> Loss:
+        """From divergences [M] of positions, of which the first ``prompt`` are of the prompt; ``fp8``: the same of FP8.
+        Neither part has fewer than two."""
+        means, errors = [], []
+        for mine, other in ((lost[:prompt], fp8[:prompt]), (lost[prompt:], fp8[prompt:])):
+            error = float((mine - other).std()) / len(mine) ** 0.5
+            means.append(float(mine.mean()))
+            errors.append(error if isfinite(error) else inf)
+        return cls(*means, *errors)
+
+    def within(self, limit: Loss) -> bool:
+        """Whether it is at most ``limit`` in both, with a standard error to spare."""
+        return self.prompt + self.prompt_error <= limit.prompt and self.reply + self.reply_error <= limit.reply
+
+    def report(self) -> dict[str, float]:
+        """Means in millinats, as JSON data."""
+        return {"prompt": round(1e3 * self.prompt, 3), "reply": round(1e3 * self.reply, 3)}
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The rung that is taken, what FP8 loses, and the losses of the rungs that were judged, in their order."""
+
+    rung: str
+    fp8: Loss
+    judged: Mapping[str, Loss]
+
+
+def rungs(given: DiffKVConfig) -> dict[str, DiffKVConfig]:
+    """Each rung as a configuration, with the fields that the user gave beside ``auto``."""
+    kept = {x: getattr(given, x) for x in given.model_fields_set - {"thresholds"}}
+    return {name: DiffKVConfig.model_validate({**kept, **fields}) for name, fields in RUNGS.items()}
+
+
+def climb(names: Sequence[str], fp8: Loss, judge: Callable[[str], Loss]) -> Choice:
+    """The first of ``names`` that loses at most ``fp8``. The last is taken without being judged."""
+    judged: dict[str, Loss] = {}
+    for name in names[:-1]:
+        judged[name] = judge(name)
+        if judged[name].within(fp8):
+            return Choice(name, fp8, judged)
+    return Choice(names[-1], fp8, judged)
+
+
+def text_of(name: str) -> str:
+    """A text that comes with the package."""
+    return (resources.files("sglang_diffkv") / "texts" / name).read_text(encoding="utf-8")
+
+
+def parts_of(tokens: int) -> tuple[int, int]:
+    """Of a text that is judged on, where its cached prompt ends, and where its new prompt does. The rest is the
+    reply."""
+    return tokens * 3 // 8, tokens * 5 // 8
+
+
+def scored_positions(tokens: int) -> tuple[list[int], list[int]]:
+    """Positions, evenly spread, whose next-token distributions are compared: of the new prompt, and of the reply, which
+    ends with the text's last token."""
+    cached, prompt = parts_of(tokens)
+
+    def spread(first: int, end: int) -> list[int]:
+        step = max(-(-(end - first) // SCORED), 1)
+        return list(range(end - 1, first - 1, -step))[::-1]
+
+    return spread(cached, prompt), spread(prompt, tokens)

@@ -1,0 +1,159 @@
+"""What is emulated of a cache is what its pages give: ``attention/emulated.py`` beside the wrappers over a page
+manager."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from sglang_diffkv.attention.emulated import (
+    AS_COMPUTED,
+    Fp8,
+    Span,
+    Stored,
+    attend,
+    divergence,
+    evidence_ends,
+    placed_low,
+    stored_of,
+)
+from sglang_diffkv.attention.whole import Sight, causal
+from sglang_diffkv.attention.wrappers import DecodeWrapper, ExtendWrapper
+from sglang_diffkv.config import DiffKVConfig
+from sglang_diffkv.kernels.rotate.reference import NO_ROTATION, Rotation
+from sglang_diffkv.layout.page_format import Tier
+from sglang_diffkv.ops import Scaling
+from sglang_diffkv.policies.base import Policy
+from sglang_diffkv.policies.uniform import UniformPolicy
+from tests.helpers import make_format, make_manager, tier_map
+from tests.policies import diffkv_policy
+
+HEADS, GROUP, DIM, SCALE, ROW = 2, 2, 64, 0.125, 3
+SPAN, TOKENS = Span(19, 33), 52
+ALL = Sight()
+
+
+def given(seed: int = 0, tokens: int = TOKENS) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Queries [N, Hq, D], keys and values [N, H, D]. Keys of a head have much in common, and one large channel."""
+    random = torch.Generator().manual_seed(seed)
+    query, key, value = (torch.randn(tokens, x, DIM, generator=random) for x in (HEADS * GROUP, HEADS, HEADS))
+    key += 2 * torch.randn(1, HEADS, DIM, generator=random)
+    key[:, :, 5] *= 6
+    return (1.5 * query).bfloat16(), key.bfloat16(), value.bfloat16()
+
+
+def paged(policy: Policy, tiers: tuple[str, ...], rotation: Rotation, means: torch.Tensor | None, span: Span) -> tuple[
+    torch.Tensor, list[list[int]]
+]:  # fmt: skip
+    """What a request gets [N, Hq, D]: a prompt, another behind it where ``span`` has one, and a reply token by token.
+    And the prompt's tiers by head, -1 for none, once it has ended."""
+    query, key, value = given()
+    manager = make_manager(make_format(tiers, DIM, DIM), layers=1, heads=HEADS, policy=policy)
+    extend, decode = (x(manager.ops, rotation=rotation, key_means=means) for x in (ExtendWrapper, DecodeWrapper))
+    ids = torch.tensor([ROW])
+
+    def grow(count: int) -> None:
+        manager.space.append(ROW, count)
+        manager.rows.grow(ROW, count, in_prompt=False)
+        manager.space.flush()
+
+    outs, placed = [], []
+    for start, end in ((0, span.cached), (span.cached, span.prompt)):
+        if end == start:
+            continue
+        grow(end - start)
+        extend.plan(ids, torch.tensor([start]), torch.tensor([end - start]), [start], [end - start])
+        extend.begin()
+        outs.append(extend.run(0, query[start:end], key[start:end], value[start:end], Scaling(SCALE)))
+        extend.end_prompt(ROW, end)
+    placed = [tier_map(manager.state, ROW, span.prompt)[0, head].tolist() for head in range(HEADS)]
+    for at in range(span.prompt, TOKENS):
+        grow(1)
+        decode.plan(ids, torch.tensor([at + 1]))
+        decode.begin()
+        outs.append(decode.run(0, query[at : at + 1], key[at : at + 1], value[at : at + 1], Scaling(SCALE)))
+        decode.end()
+    return torch.cat([x.reshape(-1, HEADS * GROUP, DIM).float() for x in outs]), placed
+
+
+def emulated(stored: Stored, span: Span = SPAN, sight: Sight = ALL) -> torch.Tensor:
+    """[N, Hq, D] float32."""
+    query, key, value = (x.transpose(0, 1) for x in given())
+    return attend(query, key, value, SCALE, 0, stored, span, sight).float()
+
+
+def parsed(tiers: tuple[str, ...]) -> tuple[Tier, ...]:
+    return tuple(Tier.parse(x) for x in tiers)
+
+
+@pytest.mark.parametrize(
+    ("tiers", "window"), [(("K8V4", "K4V2"), 6), (("K8V4", "K5V2"), 11), (("K8V8",), 0), (("BF16", "K8V4"), 6)]
+)
+@pytest.mark.parametrize("rotation", [NO_ROTATION, Rotation(True, True)])
+def test_a_request_over_pages(tiers: tuple[str, ...], window: int, rotation: Rotation) -> None:
+    """A window alone decides, so that both place the same tokens."""
+    policy = diffkv_policy(1e9, 0.0, window=window, sinks=2) if window else UniformPolicy()
+    means = given(1)[1].float().mean(0)[None] if tiers[-1] != "K8V8" else None
+    if tiers[0] == "BF16":
+        means, rotation = None, NO_ROTATION
+    expected, _ = paged(policy, tiers, rotation, means, SPAN)
+    found = emulated(Stored(parsed(tiers), policy, rotation, means))
+    torch.testing.assert_close(found, expected, rtol=0.02, atol=0.02)
+    wrong = emulated(AS_COMPUTED)
+    late, error = slice(SPAN.cached, None), (found - expected).abs().mean()
+    if tiers != ("K8V8",):
+        assert (wrong - expected)[late].abs().mean() > 5 * error, "the test sees whether anything was rounded"
+
+
+def test_a_prompt_s_tokens_are_placed_by_their_scores() -> None:
+    policy = diffkv_policy(1.0, 0.0, window=6, sinks=2)
+    span = Span(0, SPAN.prompt)
+    expected, placed = paged(policy, ("K8V4", "K4V2"), NO_ROTATION, None, span)
+    query, key, _ = (x.transpose(0, 1).float() for x in given())
+    ends = evidence_ends(TOKENS, 6, span, query.device)
+    logits = (query.view(HEADS, GROUP, TOKENS, DIM) @ key[:, None].mT) * SCALE
+    column = torch.arange(TOKENS)
+    weights = logits.masked_fill(column > column[:, None], float("-inf")).softmax(-1)
+    received = (weights * ((column[:, None] > column) & (column[:, None] <= ends))).sum(2)
+    low = placed_low(received, policy, ends, span)[:, : span.prompt]
+    low[:, span.prompt - 6 :] = False  # they are in the window yet
+    assert low.long().tolist() == placed and 0 < low.float().mean() < 0.8
+    found = emulated(Stored(parsed(("K8V4", "K4V2")), policy), span)
+    torch.testing.assert_close(found[: span.prompt + 1], expected[: span.prompt + 1], rtol=0.02, atol=0.02)
+
+
+@pytest.mark.parametrize("sight", [ALL, Sight(window=9), Sight(softcap=4.0)])
+def test_nothing_is_rounded_as_computed(sight: Sight) -> None:
+    query, key, value = (x.transpose(0, 1)[None].float() for x in given())
+    expected = causal(query, key, value, SCALE, sight)[0]
+    torch.testing.assert_close(emulated(AS_COMPUTED, sight=sight), expected, rtol=0.02, atol=0.02)
+
+
+def test_fp8_rounds_what_is_read_of_a_cache() -> None:
+    found, exact = emulated(Fp8()), emulated(AS_COMPUTED)
+    assert torch.equal(found[: SPAN.cached], exact[: SPAN.cached]), "a pass sees its own tokens as computed"
+    query, key, value = given()
+    key, value = (x.to(torch.float8_e4m3fn).float() for x in (key, value))
+    logits = query[-1].float().view(HEADS, GROUP, DIM) @ key.permute(1, 2, 0) * SCALE
+    expected = (logits.softmax(-1) @ value.transpose(0, 1)).flatten(0, 1)
+    torch.testing.assert_close(found[-1], expected, rtol=0.02, atol=0.02)
+
+
+def test_what_is_not_emulated_is_refused() -> None:
+    with pytest.raises(ValueError, match="DiffKV's thresholds"):
+        Stored(parsed(("K8V4", "K4V2")), UniformPolicy())
+    for policy, tiers in (
+        ({"name": "diffkv", "alpha_low": 0.1}, ["K8V4", "K4V2"]),
+        ({"name": "snapkv", "budget": 64}, ["K8V4"]),
+    ):
+        with pytest.raises(ValueError, match="drop tokens"):
+            stored_of(DiffKVConfig.model_validate({"policy": policy, "tiers": tiers}), None)
+
+
+def test_divergence() -> None:
+    logits = torch.tensor([[0.0, 1.0, 2.0], [3.0, 0.0, 0.0]])
+    other = torch.tensor([[0.0, 1.0, 2.5], [3.0, 0.0, float("nan")]])
+    found = divergence(logits, other)
+    p, q = logits[0].softmax(-1), other[0].softmax(-1)
+    assert float(found[0]) == pytest.approx(float((p * (p / q).log()).sum()), rel=1e-4)
+    assert found[1] == float("inf") and not divergence(logits, logits + 7).abs().max() > 1e-6

@@ -1,0 +1,103 @@
+"""A server that chooses its configuration itself: with its own model, before it has pools, once."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.torch import load_file, save_file
+
+from benchmarks.paths import NANO
+from sglang_diffkv.attention.emulated import Fp8, Stored, stored_of
+from sglang_diffkv.calibrate.emulated import FP8, Judge
+from sglang_diffkv.config import CACHE_ENV, DiffKVConfig, load_config
+from sglang_diffkv.evaluate import client
+from sglang_diffkv.evaluate.prompts import load_tokenizer
+from sglang_diffkv.evaluate.server import Server
+from sglang_diffkv.ladder import JUDGING, LEAST_TOKENS, RUNGS, Loss, climb, rungs, scored_positions, text_of
+from tests.servers.shared import STRICT, stats_of, tokens
+
+pytestmark = pytest.mark.server
+
+ROOM = ("--max-total-tokens", "6000", "--chunked-prefill-size", str(LEAST_TOKENS))
+AUTO = {"thresholds": "auto", "page_tokens": 16}
+OUTLIER, CHANNEL, HALF = 24.0, 9, 32
+"""Keys of the spoiled model are so many times larger in a channel and in the one that RoPE turns it with."""
+
+
+def judged(model: Path) -> tuple[str, dict[str, Loss]]:
+    """The rung that transformers' model chooses, and all losses."""
+    judge = Judge(str(model), None)
+    ids = load_tokenizer(str(model))(text_of(JUDGING))["input_ids"][:LEAST_TOKENS]
+    configs = rungs(DiffKVConfig())
+    ways: dict[str, Stored] = {FP8: Fp8(), **{name: stored_of(x, judge.means) for name, x in configs.items()}}
+    found = judge.losses(ids, ways)
+    losses = {name: Loss.of(x, found[FP8], len(scored_positions(len(ids))[0])) for name, x in found.items()}
+    return climb(list(configs), losses[FP8], losses.__getitem__).rung, losses
+
+
+def spoil(model: Path) -> None:
+    """Nano with the same attention and outliers in its keys, which 4 bits do not hold: what a channel of keys has more,
+    that of queries has less."""
+    model.mkdir()
+    for file in NANO.iterdir():
+        if file.suffix == ".json":
+            (model / file.name).write_bytes(file.read_bytes())
+    weights = load_file(NANO / "model.safetensors")
+    for name, weight in weights.items():
+        for part, factor in (("k_norm", OUTLIER), ("q_norm", 1 / OUTLIER)):
+            if part in name:
+                weight[[CHANNEL, CHANNEL + HALF]] *= factor
+    save_file(weights, model / "model.safetensors", {"format": "pt"})
+
+
+def test_a_server_chooses_for_its_model(tmp_path: Path, server_of: Callable[..., Server]) -> None:
+    env = {**STRICT, CACHE_ENV: str(tmp_path)}
+    server = server_of("diffkv", ROOM, config=AUTO, env=env)
+    choice, configuration = stats_of(server)["choice"], stats_of(server)["configuration"]
+    rung, losses = judged(NANO)
+    assert choice["chosen"] == rung and choice["tokens"] == LEAST_TOKENS
+    for name, found in choice["millinats"].items():
+        expected = losses[name].report()
+        assert found == pytest.approx(expected, rel=0.3, abs=0.2), name
+    taken, fp8 = choice["millinats"][rung], choice["millinats"][FP8]
+    assert taken["prompt"] <= fp8["prompt"] and taken["reply"] <= fp8["reply"]
+    served = load_config(json.dumps({**RUNGS[rung], "page_tokens": 16}))
+    assert configuration["values"] == served.whole() and rung in configuration["thresholds"]
+    assert configuration["sources"]["tiers"] == "auto"
+    (file,) = tmp_path.glob("choice-*.json")
+    assert file.stat().st_mode & 0o777 == 0o600 and choice["file"] == str(file)
+    assert len(client.run(server.url, [tokens(300, 1)], 24)[0].output_ids) == 24
+
+
+@pytest.mark.full
+def test_the_next_start_takes_what_was_kept(tmp_path: Path, server_of: Callable[..., Server]) -> None:
+    env = {**STRICT, CACHE_ENV: str(tmp_path)}
+    found: list[dict[str, Any]] = []
+    for seed in ("1", "2"):
+        server = server_of("diffkv", [*ROOM, "--random-seed", seed], config=AUTO, env=env)
+        found.append(stats_of(server)["choice"])
+    assert "seconds" in found[0] and "seconds" not in found[1]
+    assert {x: y for x, y in found[0].items() if x not in ("seconds", "how")} == {
+        x: y for x, y in found[1].items() if x != "how"
+    }
+
+
+@pytest.mark.full
+def test_ranks_choose_together(tmp_path: Path, server_of: Callable[..., Server]) -> None:
+    env = {**STRICT, CACHE_ENV: str(tmp_path), "SGLANG_CPU_OMP_THREADS_BIND": "0|0"}
+    server = server_of("diffkv", ["--tp-size", "2", *ROOM], config=AUTO, env=env)
+    assert stats_of(server)["choice"]["chosen"] == judged(NANO)[0]
+    assert len(client.run(server.url, [tokens(300, 1)], 8)[0].output_ids) == 8
+
+
+def test_a_model_with_outliers_in_its_keys_takes_a_safer_rung(tmp_path: Path) -> None:
+    """What it loses in 4 bits is more than FP8 loses, which has an exponent in each number."""
+    spoil(tmp_path / "spoiled")
+    names = list(RUNGS)
+    (plain, _), (spoiled, losses) = judged(NANO), judged(tmp_path / "spoiled")
+    assert names.index(spoiled) > names.index(plain)
+    assert losses[spoiled].within(losses[FP8])

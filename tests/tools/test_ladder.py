@@ -1,0 +1,165 @@
+"""Which rung of the ladder is taken, and what ``auto`` is wherever a configuration is given."""
+
+from __future__ import annotations
+
+import os
+from itertools import pairwise
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks.paths import NANO
+from sglang_diffkv import ladder
+from sglang_diffkv.calibration import resolution
+from sglang_diffkv.capacity.settings import settings_of
+from sglang_diffkv.config import CONFIG_ENV, DiffKVConfig, load_config, read_config
+from sglang_diffkv.errors import ConfigError, UnsupportedError
+from sglang_diffkv.evaluate.configuration import parse_configuration
+from sglang_diffkv.ladder import RUNGS, Choice, Loss, climb, rungs, scored_positions
+from sglang_diffkv.layout.page_format import Tier
+from sglang_diffkv.srt.startup import launch, own_choice
+
+FP8 = Loss(0.002, 0.005)
+LESS, MORE = Loss(0.001, 0.005), Loss(0.001, 0.0051)
+
+
+@pytest.fixture(autouse=True)
+def _alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(CONFIG_ENV, "")
+    monkeypatch.setenv(launch.ORIGINS_ENV, "")
+    monkeypatch.setattr(launch, "_launched", None)
+
+
+@pytest.mark.parametrize("first", range(len(RUNGS)))
+def test_the_first_rung_that_loses_no_more_than_fp8_is_taken(first: int) -> None:
+    names, asked = list(RUNGS), []
+
+    def judge(name: str) -> Loss:
+        asked.append(name)
+        return LESS if names.index(name) >= first else MORE
+
+    choice = climb(names, FP8, judge)
+    assert choice.rung == names[first] and list(choice.judged) == asked == names[: min(first + 1, len(names) - 1)]
+
+
+def test_prompts_and_replies_are_to_lose_no_more() -> None:
+    assert FP8.within(FP8) and not Loss(0.0021, 0.0).within(FP8) and not Loss(0.0, 0.0051).within(FP8)
+    assert not Loss(float("nan"), 0.0).within(FP8)
+    assert not Loss(0.001, 0.004, reply_error=0.002).within(FP8), "which may be chance"
+
+
+def test_a_loss_of_divergences() -> None:
+    fp8 = torch.tensor([1.0, 2.0, 3.0, 4.0, 9.0], dtype=torch.float64)
+    assert Loss.of(fp8, fp8, 2) == Loss(1.5, 16 / 3)
+    found = Loss.of(fp8 + torch.tensor([0.0, 2.0, 1.0, 1.0, 1.0]), fp8, 2)
+    assert (found.prompt, found.reply, found.reply_error) == (2.5, pytest.approx(19 / 3), 0.0)
+    assert found.prompt_error == pytest.approx(1.0)
+    assert not Loss.of(fp8 * float("inf"), fp8, 2).within(Loss(9.0, 9.0))
+
+
+def test_rungs_take_ever_more_bytes_and_the_last_loses_nothing() -> None:
+    found = list(rungs(DiffKVConfig()).values())
+
+    def size(config: DiffKVConfig) -> tuple[int, int]:
+        sizes = [Tier.parse(x).token_bytes(128, 128) for x in config.tiers]
+        return sizes[-1], sizes[0]
+
+    assert all(size(x) <= size(y) for x, y in pairwise(found)) and found[-1].lossless
+    assert not any(x.build_policy().prunes for x in found)
+
+
+def test_fields_beside_auto_are_of_every_rung() -> None:
+    given = read_config('{"thresholds": "auto", "page_tokens": 16, "host_gib": 0}')
+    assert all(x.page_tokens == 16 and x.host_gib == 0 for x in rungs(given).values())
+    assert read_config(given.as_text()) == given, "what travels to the scheduler"
+    for field in ("tiers", "policy", "rotate", "key_means"):
+        value = {"tiers": '["K8V8"]', "policy": '{"name": "diffkv"}'}.get(field, '"keys"')
+        with pytest.raises(ConfigError, match=f"drop {field}"):
+            read_config(f'{{"thresholds": "auto", "{field}": {value}}}')
+
+
+def test_the_positions_that_are_compared() -> None:
+    for tokens in (ladder.LEAST_TOKENS, 1500, ladder.TOKENS):
+        prompt, reply = scored_positions(tokens)
+        cached, end = ladder.parts_of(tokens)
+        assert cached <= prompt[0] and prompt[-1] == end - 1 and end <= reply[0] and reply[-1] == tokens - 1
+        assert 100 < len(prompt) <= ladder.SCORED and 100 < len(reply) <= ladder.SCORED
+        assert all(x < y for x, y in pairwise([*prompt, *reply]))
+
+
+def test_texts_are_apart() -> None:
+    first, second = (set(ladder.text_of(x).splitlines()) - {""} for x in ("reading.txt", ladder.JUDGING))
+    assert len(second) > 100 and not first & second
+
+
+def test_tools_that_serve_nothing_say_that_it_is_a_server_s_choice() -> None:
+    with pytest.raises(ConfigError, match="chosen by a server once its model is loaded"):
+        load_config("auto")
+    with pytest.raises(ConfigError, match="chosen once a model is loaded"):
+        settings_of(["auto"], NANO / "config.json")
+    assert parse_configuration("auto").diffkv == read_config("auto")
+    assert resolution("auto", NANO).origin == "those that the model chooses once it is loaded"
+
+
+def test_a_launch_hands_it_on_and_a_choice_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[DiffKVConfig] = []
+    monkeypatch.setattr(launch, "_check", lambda args, *configs: seen.extend(configs))
+    monkeypatch.setattr(own_choice, "obstacle", lambda view: "")
+    monkeypatch.setattr(own_choice.compat, "resolved", lambda args: args)
+    launch.configure(SimpleNamespace(model_path=str(NANO)), "auto")
+    assert seen == list(rungs(DiffKVConfig()).values()), "all of them are checked before weights load"
+    assert read_config() == read_config("auto") and read_config().chosen_at_start
+    with pytest.raises(ConfigError):
+        load_config()
+    launch.take_choice(seen[1], "chosen for the model: why")
+    assert load_config() == seen[1] and os.environ[CONFIG_ENV] == seen[1].as_text()
+    report = launch.configuration_report()
+    assert report["thresholds"] == "chosen for the model: why" and report["sources"]["tiers"] == "auto"
+    assert report["values"] == seen[1].whole()
+
+
+@pytest.mark.parametrize(
+    ("args", "why"),
+    [
+        ({"load_format": "dummy"}, "random weights"),
+        ({"skip_tokenizer_init": True}, "no tokenizer"),
+        ({"enable_lora": True}, "with LoRA"),
+        ({"moe_a2a_backend": "deepep"}, "--moe-a2a-backend"),
+        ({"chunked_prefill_size": 512}, "--chunked-prefill-size does not allow"),
+        ({"context_length": 1000}, "--context-length does not allow"),
+    ],
+)
+def test_a_model_that_could_not_choose_is_refused_before_it_loads(
+    args: dict[str, Any], why: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    usual = {
+        "load_format": "auto", "skip_tokenizer_init": False, "chunked_prefill_size": 8192, "context_length": None,
+    }  # fmt: skip
+    monkeypatch.setattr(own_choice.compat, "resolved", lambda args: args)
+    assert own_choice.candidates(SimpleNamespace(**usual), read_config("auto"))
+    with pytest.raises(UnsupportedError, match=f"--diffkv-config auto: .*{why}.* Name another preset"):
+        own_choice.candidates(SimpleNamespace(**{**usual, **args}), read_config("auto"))
+    assert own_choice.candidates(SimpleNamespace(**{**usual, **args}), DiffKVConfig()) == [DiffKVConfig()]
+
+
+def test_a_kept_choice_follows_from_its_numbers(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    names, file = list(RUNGS), tmp_path / "choice.json"
+    choice = climb(names, FP8, lambda name: LESS if name == names[2] else MORE)
+    kept = own_choice.plain(choice)
+
+    def read(data: Any) -> Choice | None:
+        import json
+
+        file.write_text(json.dumps(data), encoding="utf-8")
+        return own_choice.kept(file)
+
+    assert own_choice.kept(file) is None and read(kept) == choice
+    for damaged in (
+        {**kept, "rung": names[0]}, {**kept, "fp8": [1, 1]}, {**kept, "judged": {}}, {**kept, "fp8": "no"}, [], {},
+        {**kept, "judged": {names[0]: [float("nan"), 0]}},
+    ):  # fmt: skip
+        caplog.clear()
+        assert read(damaged) is None and "is made again" in caplog.text
