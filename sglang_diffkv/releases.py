@@ -121,6 +121,7 @@ TARGETS: Targets = {
     # The scheduler's loop
     "get_new_batch_prefill": SCHEDULER + "get_new_batch_prefill",
     "get_next_batch_to_run": SCHEDULER + "get_next_batch_to_run",
+    "run_batch": SCHEDULER + "run_batch",
     "process_batch_result": SCHEDULER + "process_batch_result",
     "add_request_to_queue": SCHEDULER + "_add_request_to_queue",
     "pause_generation": SCHEDULER + "pause_generation",

@@ -137,6 +137,17 @@ class Session:
     left: int
 
 
+@dataclass(frozen=True)
+class Answer:
+    """Of a turn: seconds to the first token and between the others, the reply, and how many prompt tokens were
+    cached."""
+
+    first: float
+    gaps: list[float]
+    reply: list[int]
+    cached: int
+
+
 @dataclass
 class Outcome:
     """What the turns of a load took."""
@@ -147,13 +158,59 @@ class Outcome:
     cached: int = 0
     output: int = 0
 
+    def add(self, answer: Answer, prompt: int) -> None:
+        """A turn of ``prompt`` tokens was answered."""
+        self.first.append(answer.first)
+        self.gaps += answer.gaps
+        self.prompt += prompt
+        self.cached += answer.cached
+        self.output += len(answer.reply)
+
+    def record(self, seconds: float) -> Record:
+        """What the table shows, after so many seconds."""
+        ordered, gaps = sorted(self.first), sorted(self.gaps)
+        return {
+            "seconds": seconds,
+            "turns_answered": len(ordered),
+            "output_throughput": self.output / seconds,
+            "hit_rate": self.cached / self.prompt,
+            "ttft_s": statistics.median(ordered),
+            "ttft_p99_s": _quantile(ordered, 0.99),
+            "gap_s": _quantile(gaps, 0.5),
+            "gap_p99_s": _quantile(gaps, 0.99),
+        }
+
+
+def answered(url: str, prompt: Sequence[int], wanted: int) -> Answer:
+    """The streamed answer to a prompt. Raises BenchmarkError unless it has ``wanted`` tokens."""
+    parameters = {"temperature": 0, "max_new_tokens": wanted, "ignore_eos": True}
+    body = {"input_ids": list(prompt), "stream": True, "sampling_params": parameters}
+    begin, times = time.perf_counter(), []
+    reply: list[int] = []
+    meta: dict[str, Any] = {}
+    with requests.post(f"{url}/generate", json=body, stream=True, timeout=600) as answer:
+        answer.raise_for_status()
+        for line in answer.iter_lines():
+            if not line.startswith(b"data: {"):
+                continue
+            times.append(time.perf_counter())
+            chunk: dict[str, Any] = json.loads(line[6:])
+            if "error" in chunk:
+                raise BenchmarkError(f"a turn ended with {chunk['error']}")
+            ids, meta = chunk["output_ids"], chunk["meta_info"]
+            reply = ids if len(ids) >= meta["completion_tokens"] else reply + ids
+    if len(reply) != wanted:
+        raise BenchmarkError(f"a turn has {len(reply)} of {wanted} tokens: {meta.get('finish_reason')}")
+    gaps = [after - before for before, after in itertools.pairwise(times)]
+    return Answer(times[0] - begin, gaps, reply, meta["cached_tokens"])
+
 
 class Run:
     """A load on a server. The client keeps ``at_once`` turns under way; sessions take turns in order."""
 
     def __init__(self, url: str, load: Sessions, vocab: int, seed: int):
         self.url, self.load, self.vocab = url, load, vocab
-        shared = _drawn(random.Random(f"shared {seed}"), vocab, load.shared)
+        shared = drawn(random.Random(f"shared {seed}"), vocab, load.shared)
         self.waiting = deque(
             Session(random.Random(f"{load.name} {seed} {n}"), list(shared), load.turns) for n in range(load.sessions)
         )
@@ -166,19 +223,7 @@ class Run:
         with ThreadPoolExecutor(self.load.at_once) as pool:
             for worker in [pool.submit(self._work) for _ in range(self.load.at_once)]:
                 worker.result()
-        seconds, outcome = time.perf_counter() - begin, self.outcome
-        ordered = sorted(outcome.first)
-        return {
-            **asdict(self.load),
-            "seconds": seconds,
-            "turns_answered": len(ordered),
-            "output_throughput": outcome.output / seconds,
-            "hit_rate": outcome.cached / outcome.prompt,
-            "ttft_s": statistics.median(ordered),
-            "ttft_p99_s": _quantile(ordered, 0.99),
-            "gap_s": _quantile(sorted(outcome.gaps), 0.5),
-            "gap_p99_s": _quantile(sorted(outcome.gaps), 0.99),
-        }
+        return {**asdict(self.load), **self.outcome.record(time.perf_counter() - begin)}
 
     def _work(self) -> None:
         while True:
@@ -194,39 +239,18 @@ class Run:
 
     def _turn(self, session: Session) -> None:
         new, wanted = self.load.lengths(session.draw)
-        prompt = session.tokens + _drawn(session.draw, self.vocab, new)
-        parameters = {"temperature": 0, "max_new_tokens": wanted, "ignore_eos": True}
-        body = {"input_ids": prompt, "stream": True, "sampling_params": parameters}
-        begin, times = time.perf_counter(), []
-        reply: list[int] = []
-        meta: dict[str, Any] = {}
-        with requests.post(f"{self.url}/generate", json=body, stream=True, timeout=600) as answer:
-            answer.raise_for_status()
-            for line in answer.iter_lines():
-                if not line.startswith(b"data: {"):
-                    continue
-                times.append(time.perf_counter())
-                chunk: dict[str, Any] = json.loads(line[6:])
-                if "error" in chunk:
-                    raise BenchmarkError(f"a turn ended with {chunk['error']}")
-                ids, meta = chunk["output_ids"], chunk["meta_info"]
-                reply = ids if len(ids) >= meta["completion_tokens"] else reply + ids
-        if len(reply) != wanted:
-            raise BenchmarkError(f"a turn has {len(reply)} of {wanted} tokens: {meta.get('finish_reason')}")
-        session.tokens = prompt + reply
+        prompt = session.tokens + drawn(session.draw, self.vocab, new)
+        found = answered(self.url, prompt, wanted)
+        session.tokens = prompt + found.reply
         with self._lock:
-            self.outcome.first.append(times[0] - begin)
-            self.outcome.gaps += [after - before for before, after in itertools.pairwise(times)]
-            self.outcome.prompt += len(prompt)
-            self.outcome.cached += meta["cached_tokens"]
-            self.outcome.output += len(reply)
+            self.outcome.add(found, len(prompt))
 
 
 def _quantile(ordered: Sequence[float], share: float) -> float:
     return ordered[int(share * (len(ordered) - 1))] if ordered else 0.0
 
 
-def _drawn(draw: random.Random, vocab: int, count: int) -> list[int]:
+def drawn(draw: random.Random, vocab: int, count: int) -> list[int]:
     return [draw.randrange(vocab // 2, vocab) for _ in range(count)]
 
 
@@ -244,22 +268,22 @@ def measure(server: Server, setup: Setup, args: argparse.Namespace) -> Record:
     return record
 
 
-def table(records: Sequence[Record], args: argparse.Namespace) -> str:
-    """A row for each backend and load."""
+def table(records: Sequence[Record], titles: Sequence[str]) -> str:
+    """A row for each backend and load, which has a title."""
     header = [
         "load", "backend", "output tok/s", "hit rate", "first token, median and p99 s", "gap, median and p99 ms",
         "pages over needed",
     ]  # fmt: skip
     rows = []
-    for number, load in enumerate(args.load):
+    for number, title in enumerate(titles):
         for record in records:
             if record["status"] != OK:
-                rows.append([load.title, record["backend"], record["error"], "", "", "", ""])
+                rows.append([title, record["backend"], record["error"], "", "", "", ""])
                 continue
             found = record["loads"][number]
             rows.append(
                 [
-                    load.title,
+                    title,
                     record["backend"],
                     f"{found['output_throughput']:,.0f}",
                     f"{found['hit_rate']:.3f}",
@@ -292,8 +316,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Measure all backends, print the table and write the results."""
     args = parse_args(argv)
     model = model_name(args)
+    titles = [load.title for load in args.load]
     data = {"kind": "agents", "name": args.name or f"agents_{model}"}
-    return measure_each(args, data, f"Agents, {model}", partial(measure, args=args), partial(table, args=args))
+    return measure_each(args, data, f"Agents, {model}", partial(measure, args=args), partial(table, titles=titles))
 
 
 if __name__ == "__main__":

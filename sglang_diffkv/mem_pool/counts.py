@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import zlib
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,6 +30,15 @@ LOOKAHEAD = 2
 
 
 @dataclass
+class Faults:
+    """Faults of a pass on their way to the host: those of its ``rows``, as long as their requests have them."""
+
+    rows: set[int]
+    values: torch.Tensor  # [rows of all owners] int32 on the host
+    event: Any  # device event that marks ``values`` as written, or None
+
+
+@dataclass
 class Snapshot:
     """Counts on their way to the host; ``kernels/count_rows`` names the columns of ``values``."""
 
@@ -39,13 +48,17 @@ class Snapshot:
     total: np.ndarray  # [n] int64, tokens ever appended to each row
     steady: np.ndarray  # [n] bool, rows past their prompt's compaction: a step moves one token of a head at most
     slack: int  # pages that this rank counts as used for ranks that hold more, see ``RankCounts``
-    values: torch.Tensor  # [n + 1, 4 + 2 * T] int64 on the host; the last T columns: tokens of uncounted segments
+    values: torch.Tensor  # [n + 1, 4 + T] int64 on the host, or T columns more: tokens of uncounted segments
     event: Any  # device event that marks ``values`` as written, or None
+    tiers: int  # T
 
     def wait(self) -> np.ndarray:
+        """[n + 1, 4 + 2 * T]. Where no segment is uncounted the last columns were not worth launches of their own."""
         if self.event is not None:
             self.event.synchronize()
-        return self.values.numpy()
+        values = self.values.numpy()
+        missing = FAULT + 1 + 2 * self.tiers - values.shape[1]
+        return np.pad(values, ((0, 0), (0, missing))) if missing else values
 
 
 class RankCounts:
@@ -152,6 +165,7 @@ class PageCounts:
         """Called when the pages of a segment become known; ``tell_counted`` sets it."""
         self._snapshots: deque[Snapshot] = deque()
         self._unreported: deque[int] = deque()  # planned steps whose results were not processed yet
+        self._faults: dict[int, Faults] = {}  # of such steps, by number, where they come to the host by themselves
         self._settled = -1
         self._snapshot_rows: tuple[np.ndarray, torch.Tensor] = (np.array([-1]), torch.empty(0))
 
@@ -192,6 +206,8 @@ class PageCounts:
         self.demand[row] = self.private[row] = self.pages[row] = 0
         self.faulted.discard(row)
         self._loose.discard(row)
+        for found in self._faults.values():
+            found.rows.discard(row)
 
     def count_later(self, segment: Segment) -> None:
         """The next snapshot counts the segment's pages."""
@@ -228,9 +244,19 @@ class PageCounts:
         if self._unreported:
             self._unreported.pop()
 
+    def watch_faults(self, step: PlannedStep) -> None:
+        """The step's kernels are launched, and nothing behind them: its results need not wait for what comes next to
+        know its faults. Several ranks exchange these, with all that is behind the step counted."""
+        if self.ranks.ranks.alone:
+            fault = self.device.state.fault
+            with self.device.launching():
+                copy = to_host(fault if fault.is_cuda else fault.clone())
+            self._faults[step.number] = Faults(set(step.rows), *copy)
+
     def clear(self) -> None:
         """No results are to come."""
         self._unreported.clear()
+        self._faults.clear()
 
     # Snapshots
 
@@ -242,14 +268,17 @@ class PageCounts:
             if not np.array_equal(rows, self._snapshot_rows[0]):
                 self._snapshot_rows = (rows, device.to_device(rows))
             values = device.ops.count_rows(self._snapshot_rows[1], steps=self.lookahead, low_grows=self.low_grows)
-            values, event = to_host(torch.cat([values, self._held(len(rows))], dim=1))
+            values, event = to_host(torch.cat([values, self._held(len(rows))], dim=1) if self.uncounted else values)
         total = device.space.total.copy()
         if upcoming is not None:
             total[upcoming.rows] -= upcoming.new_tokens
         steady = np.array([not self.rows.in_prompt(row) for row in rows.tolist()], dtype=bool)
         self._snapshots.append(
-            Snapshot(self.tick, self.steps, rows, total[rows], steady, self.ranks.slack, values, event)
-        )
+            Snapshot(
+                self.tick, self.steps, rows, total[rows], steady, self.ranks.slack, values, event,
+                len(device.fmt.tiers),
+            )
+        )  # fmt: skip
         if upcoming is not None:
             self.record(-upcoming.pages)  # the snapshot does not see them
 
@@ -258,9 +287,8 @@ class PageCounts:
         snapshot, of which these segments are the last."""
         device, segments = self.device, self.uncounted.values()
         held = torch.zeros(count + 1, len(device.fmt.tiers), dtype=torch.int64, device=device.state.device)
-        if segments:
-            measured = device.measure([(x.row, x.lo, x.hi) for x in segments])  # [m, L, H, T + 1]
-            held[count - len(segments) : count] = measured[..., :-1].sum((1, 2))
+        measured = device.measure([(x.row, x.lo, x.hi) for x in segments])  # [m, L, H, T + 1]
+        held[count - len(segments) : count] = measured[..., :-1].sum((1, 2))
         return held
 
     def refresh(self) -> None:
@@ -302,7 +330,10 @@ class PageCounts:
         self.demand[rows] = counts[:, DEMAND]
         self.private[rows] = counts[:, PRIVATE]
         self.pages[rows] = counts[:, ENTRIES]
-        found = set(rows[counts[:, FAULT] != 0].tolist()) - self.faulted
+        self._add_faults(rows[counts[:, FAULT] != 0].tolist())
+
+    def _add_faults(self, rows: Iterable[int]) -> None:
+        found = set(rows) - self.faulted
         self.faults += len(found)
         self.faulted |= found
 
@@ -321,8 +352,14 @@ class PageCounts:
 
     def report(self) -> None:
         """The results of the oldest planned step are about to be processed: know its faults. Waits for that step only,
-        if the next one is planned."""
+        if the next one is planned or its faults were watched."""
         step = self._unreported.popleft() if self._unreported else self.steps
+        if (watched := self._faults.pop(step, None)) is not None:
+            if watched.event is not None:
+                watched.event.synchronize()
+            values = watched.values.numpy()
+            self._add_faults(row for row in watched.rows if values[row])
+            return
         self.refresh()
         if self.counted_step < step:
             self.take_snapshot()

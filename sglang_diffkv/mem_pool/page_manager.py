@@ -99,6 +99,8 @@ class PageManager:
             self.saved = SavedRows(*parts, host_pages, in_parts=bool(write_policy))
             self.saved_segments = SavedSegments(self.device, self.saved) if write_policy else None
         self.running = self._running_budgets(self.q_heads)
+        self._computed: LaunchedStep | None = None
+        """A pass whose last layer is launched, until ``end_pass``."""
         self.pressure: Pressure | None = None
         if (rule := policy.under_pressure) is not None and len(self.fmt.tiers) > 1 and not drafts:
             self.pressure = Pressure(self.device, self.rows, self.counts, self.high, self.windows, rule)
@@ -158,6 +160,7 @@ class PageManager:
         Raises TableFull, before anything changes, if the page table cannot hold a row's next entries, and
         ValueError if a row does not end at ``start``.
         """
+        self.end_pass()
         self._check_starts(rows, start)
         self.counts.take_snapshot()
         self.space.append_all(rows, new_tokens)
@@ -215,6 +218,7 @@ class PageManager:
 
         Raises TableFull, before anything changes.
         """
+        self.end_pass()
         assert self.drafts and not any(self.rows.in_prompt(row) for row in rows)
         new_tokens = [self.drafts] * len(rows)
         self.counts.take_snapshot()
@@ -247,6 +251,20 @@ class PageManager:
         self.counts.launched()
         return None if step is None else step.launched()
 
+    def computed(self, step: LaunchedStep) -> None:
+        """The kernels of a step's last layer are launched. Its prompts are ended by ``end_pass``."""
+        self._computed = step
+
+    def end_pass(self) -> None:
+        """End the prompts of the pass that was computed, unless that is done. Results that are on their way to the host
+        do not wait for it. It is done before another pass is planned, whoever calls it."""
+        step, self._computed = self._computed, None
+        if step is None:
+            return
+        if step.ending or step.compacting:
+            self.counts.watch_faults(step)
+        self.end_prompts(step)
+
     def end_prompts(self, step: LaunchedStep) -> None:
         """Behind the kernels of a step's last layer: compact what it says."""
         ending = [row for row in step.rows if row in step.ending]
@@ -278,6 +296,7 @@ class PageManager:
 
     def release(self, row: int) -> None:
         """Drop all that a request's row refers to."""
+        self.end_pass()
         if self.running is not None:
             self.running.forget(row)
         if self.pressure is not None:
@@ -291,6 +310,7 @@ class PageManager:
 
     def clear(self) -> None:
         """Release everything."""
+        self.end_pass()
         self.counts.clear()
         self.segments.release_all()
         for row in self.rows:

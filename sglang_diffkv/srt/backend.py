@@ -255,12 +255,13 @@ class DiffKVAttnBackend(AttentionBackend):
     def _answer(
         self, wrapper: DecodeWrapper | ExtendWrapper | MixedWrapper | VerifyWrapper, layer: Any, out: torch.Tensor
     ) -> torch.Tensor:
-        """What a layer gets. Behind the last one the policy's decisions are carried out."""
+        """What a layer gets. Behind the last one a decode step's decisions are carried out; those on prompts follow the
+        pass's results (``PageManager.end_pass``)."""
         if layer.layer_id == self.last_layer:
             if isinstance(wrapper, DecodeWrapper | MixedWrapper):
                 wrapper.end()
             if self.launched is not None:
-                self.manager.end_prompts(self.launched)
+                self.manager.computed(self.launched)
         return out.reshape(out.shape[0], -1)
 
     @torch.compiler.disable

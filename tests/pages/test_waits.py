@@ -14,6 +14,7 @@ from sglang_diffkv.layout.geometry import Segment
 from sglang_diffkv.mem_pool.page_manager import PageManager
 from sglang_diffkv.mem_pool.saved_rows import SavedRows
 from sglang_diffkv.mem_pool.saved_segments import SavedSegment, SavedSegments
+from sglang_diffkv.mem_pool.steps import PlannedStep
 from sglang_diffkv.ops.triton import TritonOps
 from sglang_diffkv.policies.base import Policy
 from tests.helpers import seen_by
@@ -53,6 +54,8 @@ def test_the_end_of_prompts(rows: tuple[int, ...], tail: int) -> None:
             add_prompt(manager, row, 47, generator, compact=False)
             manager.rows.of(row).in_prompt = True
         with no_waiting() if again else nullcontext():
+            numbers = ([47] * len(rows), [0] * len(rows))
+            manager.counts.watch_faults(PlannedStep(manager.counts.steps, list(rows), *numbers, pages=0))
             manager.prompts.end(*rows)
             segments = [manager.prompts.publish(row, 0, 47 - tail) for row in rows]
             for row in rows:

@@ -106,7 +106,9 @@ class Twin:
             self.backend.prepare_forward_metadata_for_breakable_cuda_graph_replay(None, batch)
         else:
             self.backend.init_forward_metadata(batch)
-        return self.layers(False, sum(counts), sum(counts), torch.Generator().manual_seed(seed))
+        out = self.layers(False, sum(counts), sum(counts), torch.Generator().manual_seed(seed))
+        self.manager.end_pass()  # as the scheduler has it done
+        return out
 
     def capture(self, tokens: int) -> torch.Tensor:
         """What SGLang runs to capture graphs of a pass over prompts of so many tokens."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import lzma
 import math
 import random
 import statistics
@@ -13,7 +14,7 @@ from typing import ClassVar
 
 import pytest
 
-from benchmarks.serving import agents
+from benchmarks.serving import agents, trace
 from benchmarks.serving.client import BenchmarkError
 
 
@@ -100,6 +101,7 @@ def test_lengths_are_log_normal_where_they_are_drawn(url):
 
 def test_the_table_has_a_row_for_each_load_and_server():
     args = agents.parse_args(["--backends", "fa3:bf16", "--load", "tools"])
+    titles = [load.title for load in args.load]
     found = {
         "output_throughput": 1234.0,
         "hit_rate": 0.5,
@@ -114,7 +116,50 @@ def test_the_table_has_a_row_for_each_load_and_server():
             {"backend": "b", "status": "ok", "loads": [found]},
             {"backend": "c", "status": "failed", "error": "no memory"},
         ],
-        args,
+        titles,
     )
     assert "| a | 1,234 | 0.500 | 1.00, 2.00 | 10.0, 100 | 1.10 |" in rows
     assert "no memory" in rows
+
+
+LINES = [
+    {"timestamp": 0, "input_length": 700, "output_length": 2, "hash_ids": [0, 1]},
+    {"timestamp": 60_000, "input_length": 1000, "output_length": 3, "hash_ids": [0, 1]},
+    {"timestamp": 60_100, "input_length": 512, "output_length": 1, "hash_ids": [2]},
+    {"timestamp": 60_150, "input_length": 2000, "output_length": 1, "hash_ids": [0, 1, 2, 3]},
+    {"timestamp": 60_200, "input_length": 600, "output_length": 4, "hash_ids": [0, 4]},
+]
+"""Requests of a trace; the last but one is the longest."""
+
+
+def test_a_trace_is_replayed_at_its_times(url, tmp_path):
+    """Its second minute, but for a request that is too long. Equal hash ids are equal tokens."""
+    path = tmp_path / "some_trace.jsonl.xz"
+    path.write_bytes(lzma.compress("\n".join(map(json.dumps, LINES)).encode()))
+    read = trace.Trace.read(path, minutes=1, start=1, longest=1500)
+    assert [round(x.at, 3) for x in read.requests] == [0, 0.1, 0.2] and read.left_out == 1
+    assert read.title("some_trace", 2) == "some_trace: 3 of 704 + 3 on average in 0 s, 1 longer ones left out"
+    found = trace.replay(url, read, 100, 0, speed=2)
+    one, two, three = sorted(Played.asked, key=len, reverse=True)[0], *sorted(Played.asked, key=len)[:2]
+    assert sorted(map(len, Played.asked)) == [512, 600, 1000] and all(50 <= x < 100 for x in one)
+    assert one[:512] == three[:512] != two and one[512:600] != three[512:]
+    assert one == read.requests[0].tokens(100, 0) != read.requests[0].tokens(100, 1)
+    assert found["turns_answered"] == 3 and found["seconds"] >= 0.1 and found["left_out"] == 1
+    assert found["output_throughput"] == pytest.approx(8 / found["seconds"])
+
+
+@pytest.mark.parametrize(
+    ("line", "problem"),
+    [
+        ("{", "a line of a trace has timestamp"),
+        ('{"timestamp": 0, "input_length": 5, "output_length": 1}', "hash_ids"),
+        ('{"timestamp": 0, "input_length": 513, "output_length": 1, "hash_ids": [1]}', "too few tokens or hash ids"),
+        ('{"timestamp": 90000, "input_length": 5, "output_length": 1, "hash_ids": [1]}', "no request"),
+    ],
+)
+def test_what_is_no_trace_is_refused(line, problem, tmp_path, capsys):
+    path = tmp_path / "trace.jsonl"
+    path.write_text(line, encoding="utf-8")
+    with pytest.raises(SystemExit):
+        trace.parse_args(["--trace", str(path), "--minutes", "1", "--backends", "fa3:bf16"])
+    assert problem in capsys.readouterr().err

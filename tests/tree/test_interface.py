@@ -11,6 +11,7 @@ from sglang_diffkv.srt.scheduling.joint_admission import AdmissionRule
 from sglang_diffkv.srt.tree.events import RequestListener
 from sglang_diffkv.srt.tree.interface import NoTree, PrefixTree
 from sglang_diffkv.srt.tree.parts import ExactRule, NodeStates, Parts, PathRule, Restoring
+from tests.tree.stand_in import offer
 from tests.tree.tree_world import World
 
 BASES: dict[str, type[RequestListener]] = {
@@ -113,3 +114,20 @@ def test_the_ledger_counts_what_a_tree_holds(locked: bool) -> None:
     assert (ledger.tree_pages, ledger.evictable_pages) == (5, 5 if locked else 0)
     ledger.release(5, locked=not locked)
     assert (ledger.tree_pages, ledger.evictable_pages) == (0, 0)
+
+
+def test_insertions_wait_until_results_are_out() -> None:
+    """A prompt and a chunk: of the two the prompt waits."""
+    world = World(2000, exact=False)
+    first, second = (world.start(world.tokens(60)) for _ in range(2))
+    for req in (first, second):
+        world.plan(req)
+        world.launch(req)
+    with world.tree.inserting_later():
+        offer(world.tree, first)
+        offer(world.tree, second, chunked=True)
+        assert not world.manager.segments.cached
+    assert len(world.manager.segments.cached) == 1 and world.manager.rows.shared(first.kv.req_pool_idx) > 0
+    offer(world.tree, second)
+    assert len(world.manager.segments.cached) == 2
+    world.tree.check_integrity()

@@ -172,6 +172,15 @@ def forward(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
     return result
 
 
+def run_batch(original: Any, self: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
+    """A pass is launched, and the copy of its results: what ends its prompts comes behind that."""
+    result = original(self, batch, *args, **kwargs)
+    requests = requests_of(self)
+    if requests is not None:
+        requests.pass_over()
+    return result
+
+
 def prepare_for_decode(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
     """Plan the decode step, without the requests that are scored beside it or have no room in it."""
     requests = requests_of(self)
@@ -326,7 +335,8 @@ def process_batch_result(original: Any, self: Any, batch: Any, *args: Any, **kwa
                 "Retry it, or give the server more memory.",
             )
         _check_sometimes(requests)
-    result = original(self, batch, *args, **kwargs)
+    with requests.tree.inserting_later():
+        result = original(self, batch, *args, **kwargs)
     if requests.manager.drafts and batch.forward_mode.is_decode():
         requests.verified(batch.reqs)
     requests.after_step(batch.reqs, self.running_batch.reqs)
@@ -438,6 +448,7 @@ _HERE = (
     init_next_round_input,
     prepare_for_extend,
     forward,
+    run_batch,
     prepare_for_decode,
     mix_with_running,
     check_decode_mem,

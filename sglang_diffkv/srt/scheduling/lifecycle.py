@@ -236,6 +236,10 @@ class RequestLifecycle:
         for part in self.listeners:
             part.pass_launched()
 
+    def pass_over(self) -> None:
+        """The results of the pass that was launched are on their way."""
+        self.manager.end_pass()
+
     def plan_prefill(self, reqs: list[Any]) -> PlannedStep:
         """The next pass computes the requests' next chunks: attach the prefixes they have matched, and make room.
 

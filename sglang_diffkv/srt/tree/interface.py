@@ -23,6 +23,7 @@ before it is searched for a request that is being admitted.
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
 from sglang_diffkv.layout.geometry import Path
@@ -67,6 +68,9 @@ class PrefixTree(Protocol):
         """KV slots that eviction can return."""
 
     # Requests
+
+    def inserting_later(self) -> AbstractContextManager[None]:
+        """Inside, what SGLang inserts of running requests waits. It is inserted at the end."""
 
     def detach(self, req: Any, start: int) -> None:
         """The request has copied its tokens from position ``start`` on: it gets KV slots of its own for them, and locks
@@ -114,6 +118,9 @@ class NoTree:
 
     def evictable_tokens(self) -> int:
         return 0
+
+    def inserting_later(self) -> AbstractContextManager[None]:
+        return nullcontext()
 
     def detach(self, req: Any, start: int) -> None:
         pass

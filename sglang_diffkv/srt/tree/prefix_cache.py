@@ -52,6 +52,7 @@ class DiffKVPrefixCache(EvictingTree):
     def __init__(self, params: Any, ledger: PageLedger, share_min_tokens: int):
         self.ledger, self.manager = ledger, ledger.manager
         self.inserting_row = self._restored = self.publishing = None
+        self._later: list[Callable[[], None]] | None = None
         self.connect(Parts())
         self.told = NodeListener()
         self.locked_nodes: dict[Segment, int] = {}
@@ -83,6 +84,25 @@ class DiffKVPrefixCache(EvictingTree):
         self.ledger.release_all()
 
     # Insertion
+
+    @contextmanager
+    def inserting_later(self) -> Iterator[None]:
+        """So results that go out inside do not wait for it."""
+        later: list[Callable[[], None]] = []
+        self._later = later
+        try:
+            yield
+        finally:
+            self._later = None
+        for insertion in later:
+            insertion()
+
+    def inserts_later(self, insertion: Callable[[], None]) -> bool:
+        """Whether the ``insertion`` of a running request waits, to be carried out later."""
+        if self._later is None:
+            return False
+        self._later.append(insertion)
+        return True
 
     def publishable_to(self, req: Any) -> int:
         """Position up to which a running request's prompt may join the tree now; 0 if it may not."""

@@ -36,6 +36,8 @@ def prefix_cache_class() -> type:
         def cache_unfinished_req(self, req: Any, chunked: bool = False) -> None:
             if self.disable:
                 return
+            if not chunked and self.inserts_later(lambda: self.cache_unfinished_req(req)):
+                return
             stock, end = super().cache_unfinished_req, self.publishable_to(req)
 
             def insertion() -> None:
@@ -91,6 +93,8 @@ def prefix_cache_class() -> type:
             stock = super().checkpoint
             running = not req.finished()
             if self.disable or (running and up_to < prompt_len(req)):
+                return
+            if running and self.inserts_later(lambda: self.checkpoint(req, up_to=up_to)):
                 return
             end = self.publishable_to(req) if running else up_to
             self.publish(req, lambda: stock(req, up_to=end), running=running)
