@@ -87,6 +87,9 @@ class ObjectFolder:
         self._look()
         self.most = most if most is not None else self._held + shutil.disk_usage(self.path).free // 2
 
+    hangs = False
+    """Whether it answers nobody: a file system is waited for."""
+
     @property
     def held(self) -> int:
         """Bytes that the folder has, as far as was seen."""

@@ -129,8 +129,8 @@ def canonical(value: Any) -> bytes:
     return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=True).encode("ascii")
 
 
-def namespace_digest(space: Iterable[str | None]) -> str:
-    """Of what keeps prompts of equal tokens apart, in hex."""
+def namespace_digest(space: Iterable[str | list[Any] | None]) -> str:
+    """Of what keeps prompts of equal tokens apart, in hex. A list is what no client can name."""
     return hashlib.blake2b(canonical(list(space)), digest_size=16).hexdigest()
 
 

@@ -1,5 +1,5 @@
-"""Saved segments go from host memory to a folder and come back, by threads of their own. Nothing of the server waits
-for them.
+"""Saved segments go from host memory to a folder, or another store, and come back, by threads of their own. Nothing of
+the server waits for them.
 
 *Out.* A saved segment is queued and written in pieces. If the queue is full, or its host pages are given to somebody
 else meanwhile, it is not written. *In.* First a thread looks for objects that continue a prefix, and reads what stands
@@ -15,7 +15,6 @@ from __future__ import annotations
 import hashlib
 import heapq
 import logging
-import os
 import queue
 import secrets
 import threading
@@ -32,6 +31,7 @@ import torch
 from sglang_diffkv.mem_pool import segment_object
 from sglang_diffkv.mem_pool.host_pages import Run, first_of
 from sglang_diffkv.mem_pool.object_folder import ObjectFolder
+from sglang_diffkv.mem_pool.object_values import ObjectValues, StoreHangs
 from sglang_diffkv.mem_pool.saved_segments import SavedSegment, SavedSegments
 from sglang_diffkv.mem_pool.segment_object import (
     CHECKSUM_BYTES,
@@ -143,7 +143,7 @@ class StoredSegments:
         origin: what it reads and writes is of. It changes with the weights.
     """
 
-    def __init__(self, saved: SavedSegments, folder: ObjectFolder, origin: Origin):
+    def __init__(self, saved: SavedSegments, folder: ObjectFolder | ObjectValues, origin: Origin):
         self.saved, self.folder, self.origin = saved, folder, origin
         self.geometry = saved.device.geometry
         self._counts: defaultdict[str, float] = defaultdict(int)
@@ -251,7 +251,11 @@ class StoredSegments:
         """Look for what continues a prefix of ``tokens`` from position ``at``, without waiting. ``starts``: where else
         than at 0 and ``at`` an object may begin that reaches beyond ``at``."""
         lookup = Lookup(self.origin, namespace, tokens, at, starts)
-        self._asked.put(lambda: self._look(lookup))
+        if self.folder.hangs:  # nor does a request wait for what nobody answers
+            self._failed("read", StoreHangs())
+            lookup.done = True
+        else:
+            self._asked.put(lambda: self._look(lookup))
         return lookup
 
     def load(self, found: Found) -> Load | None:
@@ -416,7 +420,7 @@ def _exactly(file: BinaryIO, count: int) -> bytes:
     """So many bytes of a file. Raises ObjectRefused if it has fewer."""
     data = bytearray()
     while len(data) < count:
-        piece = os.read(file.fileno(), count - len(data))
+        piece = file.read(count - len(data))
         if not piece:
             raise ObjectRefused("size", "it ends too early")
         data += piece

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -28,11 +29,20 @@ PROMPTS = [tokens(150, seed) for seed in range(200, 206)]
 EXTRA = {"prefetch_threshold": 32, "max_size": "100M"}
 
 
-def start(folder: Path) -> Server:
-    """A server over the folder. Its last one has ended."""
-    store = ("--hicache-storage-backend", "file", "--hicache-storage-prefetch-policy", "wait_complete")
+CLASS = {
+    "backend_name": "sglang-file",
+    "module_path": "sglang.srt.mem_cache.hicache_storage",
+    "class_name": "HiCacheFile",
+    "prefetch_threshold": 32,
+}
+"""A backend of SGLang's as one that a user names."""
+
+
+def start(folder: Path, store: str = "file", extra: dict[str, Any] = EXTRA) -> Server:
+    """A server over the folder."""
+    chosen = ("--hicache-storage-backend", store, "--hicache-storage-prefetch-policy", "wait_complete")
     args = tier(
-        "write_through", *store, "--enable-metrics", "--hicache-storage-backend-extra-config", json.dumps(EXTRA)
+        "write_through", *chosen, "--enable-metrics", "--hicache-storage-backend-extra-config", json.dumps(extra)
     )
     env = {**STRICT, "SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR": str(folder)}
     server = Server(NANO, "diffkv", args, diffkv_config=LOSSLESS, env=env, timeout=START_TIMEOUT)
@@ -105,3 +115,23 @@ def test_a_restarted_server_answers_from_disk(tmp_path: Path, stopped: list[Serv
     assert requests.post(f"{second.url}/update_weights_from_disk", json=asked, timeout=120).json()["success"]
     assert not ask(second, PROMPTS[2])[1], "what other weights computed came back"
     assert second.alive()
+
+
+def test_servers_find_each_other_s_prefixes_in_a_store(tmp_path: Path, stopped: list[Server]) -> None:
+    """In a backend of SGLang's, which knows keys and values alone."""
+    with ThreadPoolExecutor() as pool:
+        stopped.extend(pool.map(lambda _: start(tmp_path, "dynamic", CLASS), range(2)))
+    first, second = stopped
+    computed = client.run(first.url, PROMPTS[:3], NEW_TOKENS, top_logprobs=2)
+    crowd_out(first)
+    written(first, 3)
+    found = [ask(second, prompt) for prompt in PROMPTS[:3]]
+    check_tokens([reply for reply, _ in found], computed, "from another server")
+    assert all(where["storage"] >= 140 for _, where in found), found
+    (other,) = client.run(second.url, PROMPTS[3:4], NEW_TOKENS, top_logprobs=2)
+    crowd_out(second)
+    written(second, 1)
+    back, where = ask(first, PROMPTS[3])
+    check_tokens([back], [other], "and back")
+    assert where["storage"] >= 140 and report(first)["errors"] == report(second)["errors"] == 0
+    check_metrics(second)

@@ -14,8 +14,9 @@ from sglang_diffkv.mem_pool import stored_segments
 from sglang_diffkv.mem_pool.object_folder import ObjectFolder
 from sglang_diffkv.mem_pool.segment_object import Origin
 from sglang_diffkv.mem_pool.stored_segments import StoredSegments
-from sglang_diffkv.srt.tree.disk_tier import BEST_EFFORT, TIMEOUT, WAIT_COMPLETE, DiskTier, Prefetch
+from sglang_diffkv.srt.tree.disk_tier import BEST_EFFORT, TIMEOUT, WAIT_COMPLETE, DiskTier, Prefetch, _namespace
 from sglang_diffkv.srt.tree.host_tier import WRITE_BACK, WRITE_THROUGH
+from sglang_diffkv.srt.tree.private_space import HighSpace, PrivateSpace, WindowSpace
 from tests.helpers import until
 from tests.tree.test_host_tier import admitted, asking, evict_all, host_of, seen_by, served
 from tests.tree.tree_world import World
@@ -68,6 +69,23 @@ class Server:
 
 def files(folder: Path) -> list[Path]:
     return sorted(folder.rglob("*.segment"))
+
+
+def test_namespaces_of_a_tier_and_a_window_have_names_that_no_client_can_choose() -> None:
+    spaces = [
+        HighSpace(None),
+        HighSpace("a"),
+        WindowSpace(None, 4),
+        WindowSpace("a", 4),
+        WindowSpace("a", 5),
+        None,
+        "a",
+    ]
+    spaces += ["high", '["high",null]', '["high","a"]', "HighSpace('a')", ""]
+    names = [_namespace((space, None)) for space in spaces]
+    assert None not in names and len(set(names)) == len(names)
+    assert _namespace((HighSpace("a"), None)) == names[1] and _namespace((PrivateSpace(), None)) is None
+    assert _namespace((None, PrivateSpace())) is None
 
 
 @pytest.mark.parametrize("options", [{"exact": False}, {"exact": True}, {"write_policy": WRITE_BACK}], ids=str)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import random
 import threading
 import time
@@ -26,6 +27,7 @@ from sglang_diffkv.mem_pool.saved_segments import SavedSegment
 from sglang_diffkv.policies.uniform import UniformPolicy
 from sglang_diffkv.srt.tree.host_index import Part
 from sglang_diffkv.srt.tree.host_tier import SELECTIVE, WRITE_BACK, WRITE_THROUGH, HostTier
+from sglang_diffkv.srt.tree.private_space import HighSpace, WindowSpace
 from tests.helpers import Seen, seen_by, until
 from tests.tree.stand_in import Fields, Match, StandIn
 from tests.tree.test_prefix_cache import ROWS, TreeMachine, machine_settings
@@ -226,7 +228,7 @@ def host_of(world: World) -> HostTier:
     return world.requests.host
 
 
-def served(world: World, tokens: list[int], **named: str) -> None:
+def served(world: World, tokens: list[int], **named: Any) -> None:
     """A request has come and gone."""
     world.leave(world.prompt(list(tokens), **named))
 
@@ -237,7 +239,7 @@ def evict_all(world: World) -> None:
     world.requests.check_integrity()
 
 
-def admitted(world: World, tokens: list[int], req: Any = None, extra_key: str | None = None) -> int:
+def admitted(world: World, tokens: list[int], req: Any = None, extra_key: Any = None) -> int:
     """Tokens of a prompt that the request which is about to be admitted finds."""
     req = req or asking(tokens)
     with world.requests.host.admitting(req):
@@ -364,6 +366,20 @@ def test_namespaces_are_kept_apart(world: World) -> None:
     evict_all(world)
     assert admitted(world, tokens) == admitted(world, tokens, extra_key="another") == 0
     assert admitted(world, tokens, extra_key="one") == 59
+
+
+@pytest.mark.parametrize("space", [HighSpace("a"), WindowSpace(None, 40)], ids=repr)
+def test_prefixes_of_requests_with_a_tier_or_a_window_come_back_for_such_ones(space: Any) -> None:
+    world = World(600, exact=False, host_pages=400, write_policy=WRITE_BACK, high_rows=True, most_window=40)
+    watch(world.manager)
+    tokens = world.tokens(90)
+    served(world, tokens, extra_key=space)
+    evict_all(world)
+    assert host_of(world).index.tokens == 90
+    others = (None, "a", HighSpace("b"), HighSpace(None), WindowSpace(None, 41), WindowSpace("a", 40))
+    assert [admitted(world, tokens, extra_key=other) for other in others] == [0] * len(others)
+    assert admitted(world, tokens, extra_key=copy.copy(space)) == 89
+    world.listener.check()
 
 
 def test_nothing_private_goes_to_the_host() -> None:

@@ -1,11 +1,12 @@
-"""A folder behind host memory: SGLang's options of ``--hicache-storage-backend file``, as the plugin takes them."""
+"""A store behind host memory: SGLang's options of ``--hicache-storage-backend``, as the plugin takes them. ``file`` is
+a folder (``ObjectFolder``), ``dynamic`` a class of SGLang's storage backends (``storage_backend.py``)."""
 
 from __future__ import annotations
 
 import argparse
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,8 +15,10 @@ from sglang_diffkv.errors import ConfigError, UnsupportedError
 from sglang_diffkv.files import named, parse_json, read_text, shown
 from sglang_diffkv.mem_pool.host_pages import GIB
 from sglang_diffkv.mem_pool.object_folder import ObjectFolder, prepare
-from sglang_diffkv.srt.startup import own_means
+from sglang_diffkv.mem_pool.object_values import ObjectValues
+from sglang_diffkv.srt.startup import own_means, storage_backend
 from sglang_diffkv.srt.startup.model_identity import configuration_digest, model_digest
+from sglang_diffkv.srt.startup.storage_backend import NAMES
 from sglang_diffkv.srt.tree.disk_tier import Prefetch
 from sglang_diffkv.srt.versions import compat
 
@@ -27,14 +30,15 @@ SIZE_ENV = "SGLANG_HICACHE_FILE_BACKEND_MAX_SIZE"
 OTHERS = {name: f"SGLANG_HICACHE_FILE_BACKEND_{name}" for name in ("MIN_FREE_SPACE", "EVICTION_RATIO")}
 SECONDS = ("prefetch_timeout_base", "prefetch_timeout_per_ki_token")
 KNOWN = ("file_storage_path", "max_size", "prefetch_threshold", *SECONDS)
-"""Of SGLang's extra configuration, what is served."""
+"""Of SGLang's extra configuration, what is served with a folder. A class of the user's takes what it knows."""
+FILE, DYNAMIC = "file", "dynamic"
 
 
 @dataclass(frozen=True)
 class Store:
-    """A folder of prefixes, the digests of what this server writes there, and how requests wait for it."""
+    """A store of prefixes, the digests of what this server writes there, and how requests wait for it."""
 
-    folder: ObjectFolder
+    objects: ObjectFolder | ObjectValues
     model: str
     configuration: str
     prefetch: Prefetch
@@ -42,11 +46,13 @@ class Store:
 
 @dataclass(frozen=True)
 class Asked:
-    """What a user's options say. ``most``: bytes; None if they say nothing."""
+    """What a user's options say. ``path``: of a folder; empty for another store. ``most``: its bytes; None if they say
+    nothing. extra: SGLang's extra configuration."""
 
     path: str
     most: int | None
     prefetch: Prefetch
+    extra: Mapping[str, Any]
 
 
 def problems_alone(args: Any) -> list[str]:
@@ -57,15 +63,20 @@ def problems_alone(args: Any) -> list[str]:
 
 def problems(args: Any) -> list[str]:
     """What does not work of the store that the user's arguments ask for, each with what to do."""
-    if compat.store_asked_for(args) != "file":
+    store = compat.store_asked_for(args)
+    if store not in (FILE, DYNAMIC):
         return []  # none, or one that the table of options refuses
     view, found = compat.resolved(args), []
     if getattr(view, "enable_lora", False) or getattr(view, "lora_paths", None):
         found.append(f"{OPTION} with LoRA, whose adapters have no lasting name: drop {OPTION}, or --enable-lora")
     try:
-        prepare(asked_for(view).path)
+        asked = asked_for(view, store)
+        if store == FILE:
+            prepare(asked.path)
+        else:
+            storage_backend.class_of(asked.extra)
     except ConfigError as error:
-        found.append(f"{OPTION} file: {error}")
+        found.append(f"{OPTION} {store}: {error}")
     return found
 
 
@@ -78,32 +89,38 @@ def check_model(args: Any, configurator: Any) -> None:
         )
 
 
-def asked_for(view: Any) -> Asked:
-    """What resolved arguments and the environment say. Raises ConfigError for what SGLang would misread or is not
-    served."""
-    extra = _extra(getattr(view, "hicache_storage_backend_extra_config", None))
+def asked_for(view: Any, store: str = FILE) -> Asked:
+    """What resolved arguments and the environment say of a ``store``. Raises ConfigError for what SGLang would misread
+    or is not served."""
+    extra = _extra(getattr(view, "hicache_storage_backend_extra_config", None), KNOWN if store == FILE else None)
+    if store != FILE:
+        return Asked("", None, _prefetch(view, extra), extra)
     for name, variable in OTHERS.items():
         if os.environ.get(variable):
             raise ConfigError(f"{variable} is not served: unset it, and set max_size in {EXTRA} ({name.lower()})")
     path = os.environ.get(FOLDER_ENV) or extra.get("file_storage_path")
     if not isinstance(path, str) or not path.strip():
         raise ConfigError(f"no folder is named: set {FOLDER_ENV}, or file_storage_path in {EXTRA}")
+    size = extra.get("max_size", os.environ.get(SIZE_ENV) or None)
+    return Asked(path, None if size is None else _size(size), _prefetch(view, extra), extra)
+
+
+def _prefetch(view: Any, extra: Mapping[str, Any]) -> Prefetch:
+    """How requests wait for a store."""
     seconds = {name: _number(extra, name) for name in SECONDS if name in extra}
     usual, threshold = Prefetch(), extra.get("prefetch_threshold", Prefetch().threshold)
     if type(threshold) is not int or threshold < 1:
         raise ConfigError(f"prefetch_threshold in {EXTRA} is {shown(threshold)}: give a whole number of tokens above 0")
-    prefetch = Prefetch(
+    return Prefetch(
         str(view.hicache_storage_prefetch_policy),
         threshold,
         seconds.get(SECONDS[0], usual.base),
         seconds.get(SECONDS[1], usual.per_ki_token),
     )
-    size = extra.get("max_size", os.environ.get(SIZE_ENV) or None)
-    return Asked(path, None if size is None else _size(size), prefetch)
 
 
-def _extra(text: str | None) -> Mapping[str, Any]:
-    """SGLang's extra configuration, inline or in the file after an ``@``."""
+def _extra(text: str | None, served: Collection[str] | None) -> Mapping[str, Any]:
+    """SGLang's extra configuration, inline or in the file after an ``@``, of the ``served`` fields; None: of any."""
     if not text or not text.strip():
         return {}
     try:
@@ -112,9 +129,9 @@ def _extra(text: str | None) -> Mapping[str, Any]:
         raise ConfigError(f"{EXTRA} {error}") from None
     if not isinstance(found, dict):
         raise ConfigError(f"{EXTRA} is {shown(found)}: give an object of JSON")
-    if unknown := sorted(set(found) - set(KNOWN)):
+    if served is not None and (unknown := sorted(set(found) - set(served))):
         raise ConfigError(
-            f"{EXTRA} has {', '.join(map(shown, unknown))}, and {', '.join(KNOWN)} are served: leave it out"
+            f"{EXTRA} has {', '.join(map(shown, unknown))}, and {', '.join(served)} are served: leave it out"
         )
     return found
 
@@ -143,22 +160,34 @@ def describe(args: Any) -> str | None:
     """For the doctor: the store that the user's arguments ask for; None if they ask for none."""
     if compat.store_asked_for(args) is None or not compat.asks_for_host_tier(args):
         return None
-    asked = asked_for(compat.resolved(args))
+    store = str(compat.store_asked_for(args))
+    asked = asked_for(compat.resolved(args), store)
+    if store != FILE:
+        return f"written to the store {shown(asked.extra.get(NAMES[0]))}, and found there ({asked.prefetch.policy})"
     most = "half of what is free there" if asked.most is None else f"{asked.most / GIB:.2f} GiB"
     return f"written to {named(asked.path)}, in at most {most}, and found there ({asked.prefetch.policy})"
+
+
+def _connected(asked: Asked) -> ObjectValues:
+    ranks = compat.tensor_parallel_ranks()
+    return ObjectValues(storage_backend.connect(asked.extra, rank=ranks.rank, ranks=ranks.size))
 
 
 def opened(args: Any, model: Any, config: DiffKVConfig) -> Store | None:
     """The store that the user's arguments ask for; None if they ask for none. ``model``: SGLang's ModelConfig."""
     if compat.store_asked_for(args) is None or not compat.asks_for_host_tier(args):
         return None
+    store = str(compat.store_asked_for(args))
     try:
-        asked = asked_for(compat.resolved(args))
-        folder = ObjectFolder(asked.path, asked.most)
+        asked = asked_for(compat.resolved(args), store)
+        objects = ObjectFolder(asked.path, asked.most) if store == FILE else _connected(asked)
     except ConfigError as error:
-        raise UnsupportedError(f"diffkv: {OPTION} file: {error}") from None
-    logger.info(
-        "DiffKV: prefixes in host memory are written to %s, in at most %.2f GiB, and found there (%s).",
-        folder.path, folder.most / GIB, asked.prefetch.policy,
-    )  # fmt: skip
-    return Store(folder, model_digest(args, model), configuration_digest(config, own_means.digest()), asked.prefetch)
+        raise UnsupportedError(f"diffkv: {OPTION} {store}: {error}") from None
+    if isinstance(objects, ObjectFolder):
+        logger.info(
+            "DiffKV: prefixes in host memory are written to %s, in at most %.2f GiB, and found there (%s).",
+            objects.path, objects.most / GIB, asked.prefetch.policy,
+        )  # fmt: skip
+    else:
+        logger.info("DiffKV: prefixes in host memory are %s.", describe(args))
+    return Store(objects, model_digest(args, model), configuration_digest(config, own_means.digest()), asked.prefetch)

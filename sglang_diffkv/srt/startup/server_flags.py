@@ -187,8 +187,8 @@ REFUSED: dict[str, Refused] = {
         "a server of encoders alone, which has no KV cache: drop --attention-backend diffkv for it"
     ),
     "hicache_storage_backend": Refused(
-        "--hicache-storage-backend {value}: use file, or drop it",
-        _not(None, "file"),
+        "--hicache-storage-backend {value}: use file, or dynamic with the class of your store, or drop it",
+        _not(None, "file", "dynamic"),
         "tests/servers/test_server_disk_tier.py::test_a_restarted_server_answers_from_disk",
     ),
     "hicache_storage_prefetch_retry_poll_interval": Refused(

@@ -96,7 +96,7 @@ def _around(tree: DiffKVPrefixCache, share_min_tokens: int, exact: bool, store: 
         if store is not None:
             described = (manager.state.dtype, store.model, store.configuration, manager.ranks)
             origin = Origin.of(manager.geometry, *described)
-            host.store_in(StoredSegments(manager.saved_segments, store.folder, origin), store.prefetch)
+            host.store_in(StoredSegments(manager.saved_segments, store.objects, origin), store.prefetch)
     return Parts(
         compression=_compression(ledger, tree, rule),
         states=states or NodeStates(),

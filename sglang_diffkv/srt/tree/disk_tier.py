@@ -28,6 +28,7 @@ from sglang_diffkv.mem_pool.saved_segments import SavedSegment
 from sglang_diffkv.mem_pool.segment_object import namespace_digest
 from sglang_diffkv.mem_pool.stored_segments import Found, Load, Lookup, StoredSegments
 from sglang_diffkv.srt.tree.host_index import HostIndex
+from sglang_diffkv.srt.tree.private_space import PrivateSpace
 
 BEST_EFFORT, WAIT_COMPLETE, TIMEOUT = "best_effort", "wait_complete", "timeout"
 
@@ -349,7 +350,12 @@ class DiskTier(NoDisk):
 def _namespace(space: Hashable) -> str | None:
     """The digest of a namespace; None for one that no other server would know."""
     assert isinstance(space, tuple)
-    return namespace_digest(space) if all(x is None or isinstance(x, str) for x in space) else None
+    if not all(x is None or isinstance(x, (str, PrivateSpace)) for x in space):
+        return None
+    known = [x.fields() if isinstance(x, PrivateSpace) else x for x in space]
+    return (
+        None if any(x is None and y is not None for x, y in zip(known, space, strict=True)) else namespace_digest(known)
+    )
 
 
 def _writable(tokens: np.ndarray) -> bool:

@@ -46,7 +46,7 @@ from sglang_diffkv.srt.tree.host_index import HostIndex, HostNode, Part
 from sglang_diffkv.srt.tree.old_weights import OldWeights
 from sglang_diffkv.srt.tree.parts import HostPrefixes
 from sglang_diffkv.srt.tree.prefix_cache import DiffKVPrefixCache
-from sglang_diffkv.srt.tree.private_space import is_private
+from sglang_diffkv.srt.tree.private_space import is_of_one
 from sglang_diffkv.srt.versions import compat
 
 WRITE_BACK, WRITE_THROUGH, SELECTIVE = "write_back", "write_through", "write_through_selective"
@@ -159,7 +159,7 @@ class HostTier(HostPrefixes):
 
     def _is_to_be_written(self, node: Any) -> bool:
         """Whether the host lacks some of the segment of a node, as far as the tree still has it, and may have it."""
-        if self.old_weights.left or node.segment is None or is_private(node):
+        if self.old_weights.left or node.segment is None or is_of_one(node):
             return False
         end = self._last_of(node)
         space, tokens = space_of(end.key), self._tokens(end)
@@ -344,7 +344,8 @@ class HostTier(HostPrefixes):
             return True
         geometry = self.manager.geometry
         wanted = pages * geometry.fmt.high.tokens / geometry.heads + compat.prompt_len(req) - end + 1
-        wanted += compat.tokens_to_grow(req, self.ledger.growth)
+        growth_of = self.ledger.whole_growth if compat.grows_whole(req) else self.ledger.growth
+        wanted += compat.tokens_to_grow(req, growth_of)
         growth = self.ledger.growth_of_all(self.expected())
         return self.ledger.available() + self.ledger.evictable() - growth >= wanted
 

@@ -27,7 +27,7 @@ from sglang_diffkv.layout.spans import served_end
 from sglang_diffkv.srt.tree.host_index import HostNode, IndexListener
 from sglang_diffkv.srt.tree.parts import NodeListener
 from sglang_diffkv.srt.tree.prefix_cache import DiffKVPrefixCache
-from sglang_diffkv.srt.tree.private_space import is_private
+from sglang_diffkv.srt.tree.private_space import PrivateSpace, is_private
 
 
 class ToldNodes(NodeListener):
@@ -114,8 +114,10 @@ class ToldHost(IndexListener):
         self.spans = tree.manager.geometry.attention_spans
 
     def came(self, node: HostNode) -> None:
-        saved = node.saved
-        assert saved is not None
+        saved, space = node.saved, node.space
+        assert saved is not None and isinstance(space, tuple)
+        if isinstance(space[0], PrivateSpace):
+            return
         whole = [(saved.segment(saved.start, saved.hi), saved.start, saved.hi)]
         if served_end(whole, self.spans) == saved.hi:  # else no match may end there: what sliding layers see is gone
             self._store(self._block(node), StorageMedium.CPU)

@@ -15,6 +15,10 @@ class PrivateSpace:
 
     __slots__ = ()
 
+    def fields(self) -> list[Any] | None:
+        """What another server would know it by, as JSON has it; None if it is of one request. No text equals it."""
+        return None
+
 
 class HighSpace(PrivateSpace):
     """The namespace of requests that keep all tokens in the high tier, within what the client chose. Equal to another
@@ -33,6 +37,9 @@ class HighSpace(PrivateSpace):
 
     def __repr__(self) -> str:
         return f"HighSpace({self.within!r})"
+
+    def fields(self) -> list[Any]:
+        return ["high", self.within]
 
 
 class WindowSpace(PrivateSpace):
@@ -53,6 +60,9 @@ class WindowSpace(PrivateSpace):
     def __repr__(self) -> str:
         return f"WindowSpace({self.within!r}, {self.window})"
 
+    def fields(self) -> list[Any]:
+        return ["window", self.window, self.within]
+
 
 def in_space(key: Any, space: PrivateSpace) -> Any:
     """A copy of SGLang's RadixKey in a private namespace."""
@@ -64,3 +74,9 @@ def in_space(key: Any, space: PrivateSpace) -> Any:
 def is_private(node: Any) -> bool:
     """Whether a node of the prefix cache lies in a private namespace."""
     return isinstance(node.key.extra_key, PrivateSpace)
+
+
+def is_of_one(node: Any) -> bool:
+    """Whether it lies in a namespace into which one request alone looks."""
+    space = node.key.extra_key
+    return isinstance(space, PrivateSpace) and space.fields() is None

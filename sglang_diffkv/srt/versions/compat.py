@@ -19,6 +19,7 @@ import numpy as np
 
 from sglang_diffkv.config import UNTRIED_ENV
 from sglang_diffkv.errors import UnsupportedError
+from sglang_diffkv.files import read_text
 from sglang_diffkv.layout.ranks import Ranks
 from sglang_diffkv.plan import CONTEXT_SLACK as CONTEXT_SLACK
 from sglang_diffkv.releases import GPU_VERSIONS, RELEASES, TESTED_VERSIONS, Release
@@ -372,9 +373,13 @@ def asks_for_host_tier(server_args: Any) -> bool:
 def store_asked_for(server_args: Any) -> str | None:
     """The store that the user asked for behind the hierarchical cache; None for none."""
     found = getattr(server_args, "hicache_storage_backend", None)
-    if found is None and not installed().declared_arguments:
-        return "file" if _has_declined(server_args, hicache_storage_backend=None) else None
-    return found
+    if found is not None or installed().declared_arguments:
+        return found
+    if not _has_declined(server_args, hicache_storage_backend=None):
+        return None
+    extra = str(getattr(server_args, "hicache_storage_backend_extra_config", None) or "")
+    text = read_text(extra[1:]) if extra.startswith("@") else extra
+    return "dynamic" if '"module_path"' in text else "file"  # what it was is gone
 
 
 def _has_declined(server_args: Any, **fields: Any) -> bool:

@@ -1,0 +1,134 @@
+"""SGLang's storage backends (``HiCacheStorage``) as stores of objects: ``--hicache-storage-backend dynamic``, whose
+class the user names.
+
+Of a backend only ``set``, ``get`` and ``exists`` are called, with keys of our own. Values are tensors of bytes, or for
+those that want none, as Mooncake's, addresses and sizes. Which of both it takes is tried at the start.
+"""
+
+from __future__ import annotations
+
+import secrets
+import threading
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from sglang_diffkv.errors import ConfigError
+from sglang_diffkv.files import shown
+from sglang_diffkv.mem_pool.object_values import BLOCK_BYTES, HANGING_SECONDS
+
+NAMES = ("backend_name", "module_path", "class_name")
+"""Of SGLang's extra configuration: where the class of a dynamic backend is."""
+
+PROBE_BYTES = (128, BLOCK_BYTES)
+"""Values of these sizes are written and read back at the start."""
+
+
+class BackendValues:
+    """A backend as ``Values``.
+
+    Attributes:
+        by_address: whether it takes addresses, and no tensors.
+    """
+
+    def __init__(self, backend: Any):
+        self.backend, self.by_address = backend, False
+        self._buffers = threading.local()
+
+    def put(self, key: str, value: memoryview) -> bool:
+        tensor = torch.frombuffer(value, dtype=torch.uint8)
+        if not self.by_address:
+            return bool(self.backend.set(key, tensor))
+        buffer = self._buffer()[: len(tensor)]
+        buffer.copy_(tensor)
+        return bool(self.backend.set(key, target_location=buffer.data_ptr(), target_sizes=len(buffer)))
+
+    def fetch(self, key: str, target: memoryview) -> bool:
+        tensor = torch.frombuffer(target, dtype=torch.uint8)
+        if self.by_address:
+            buffer = self._buffer()[: len(tensor)].zero_()
+            found = self.backend.get(key, buffer.data_ptr(), len(buffer))
+            tensor.copy_(buffer)
+            return bool(found)
+        found = self.backend.get(key, tensor)
+        if isinstance(found, torch.Tensor) and found.data_ptr() != tensor.data_ptr():
+            if found.nbytes != tensor.nbytes:
+                return False
+            tensor.copy_(found.contiguous().view(torch.uint8).flatten())
+        return found is not None and found is not False
+
+    def has(self, key: str) -> bool:
+        return bool(self.backend.exists(key))
+
+    def _buffer(self) -> torch.Tensor:
+        """[BLOCK_BYTES] of this thread, which the backend knows."""
+        if not hasattr(self._buffers, "own"):
+            self._buffers.own = torch.empty(BLOCK_BYTES, dtype=torch.uint8)
+            if register := getattr(self.backend, "register_buffer", None):
+                register(self._buffers.own)
+        return self._buffers.own
+
+
+def class_of(extra: Mapping[str, Any]) -> type:
+    """The class that the extra configuration names. Raises ConfigError."""
+    from sglang.srt.mem_cache.storage.backend_factory import StorageBackendFactory
+
+    names = [extra.get(name) for name in NAMES]
+    if not all(isinstance(name, str) and name for name in names):
+        raise ConfigError(f"a dynamic backend is named by {', '.join(NAMES)}: give all of them")
+    backend, module, name = names
+    try:
+        return StorageBackendFactory._load_backend_class(module, name, backend)
+    except Exception as error:
+        raise ConfigError(f"the class {shown(name)} of {shown(module)} cannot be used: {error}") from None
+
+
+def connect(extra: Mapping[str, Any], *, rank: int, ranks: int) -> BackendValues:
+    """A backend of the named class, which has shown that it gives back what it was given. Raises ConfigError."""
+    from sglang.srt.mem_cache.hicache_storage import HiCacheStorageConfig
+
+    config = HiCacheStorageConfig(
+        tp_rank=rank, tp_size=ranks, pp_rank=0, pp_size=1, attn_cp_rank=0, attn_cp_size=1, is_mla_model=False,
+        enable_storage_metrics=False, is_page_first_layout=False, model_name="diffkv", extra_config=dict(extra),
+    )  # fmt: skip
+    made: list[BackendValues | Exception] = []
+
+    def make() -> None:
+        try:
+            values = BackendValues(class_of(extra)(config, {}))
+            _try(values)
+            made.append(values)
+        except Exception as error:
+            made.append(error)
+
+    thread = threading.Thread(target=make, name="diffkv-store-start", daemon=True)
+    thread.start()
+    thread.join(HANGING_SECONDS)
+    found = made[0] if made else ConfigError(f"it does not answer within {HANGING_SECONDS:g} seconds")
+    if isinstance(found, Exception):
+        raise ConfigError(f"the backend {shown(extra.get('backend_name'))} cannot be used: {_text(found)}") from None
+    return found
+
+
+def _text(error: Exception) -> str:
+    return str(error) if isinstance(error, ConfigError) else repr(error)
+
+
+def _try(values: BackendValues) -> None:
+    """Raise ConfigError unless the backend takes values, by address if not as tensors, and gives them back."""
+    said = []
+    for values.by_address in (False, True):
+        try:
+            if all(_given_back(values, size) for size in PROBE_BYTES):
+                return
+            said.append("it does not give back what it was given")
+        except Exception as error:
+            said.append(repr(error))
+    raise ConfigError(f"with tensors: {said[0]}; with addresses: {said[1]}")
+
+
+def _given_back(values: BackendValues, size: int) -> bool:
+    key, value, target = f"diffkv-probe-{secrets.token_hex(16)}", bytearray(secrets.token_bytes(size)), bytearray(size)
+    taken = not values.has(key) and values.put(key, memoryview(value))
+    return taken and values.has(key) and values.fetch(key, memoryview(target)) and target == value
