@@ -104,6 +104,7 @@ TARGETS: Targets = {
     "build_kv_pool": (CONFIGURATOR + "_build_mha_kv_pool", CONFIGURATOR + "_build_hybrid_linear_kv_pool"),
     "build_token_to_kv_pool_allocator": CONFIGURATOR + "_build_token_to_kv_pool_allocator",
     # Requests and batches
+    "alloc_page_size": SRT + "mem_cache.allocation._alloc_page_size",
     "release_req": SRT + "managers.schedule_batch.release_req",
     "init_next_round_input": SRT + "managers.schedule_batch.Req.init_next_round_input",
     "prepare_for_extend": BATCH + "prepare_for_extend",
@@ -232,7 +233,9 @@ TITLES = {"torch": "torch", "triton": "triton", "flashinfer": "FlashInfer", "sgl
 def tested_stack(sglang: str | None, *, gpu: bool) -> Stack | None:
     """The packages below this SGLang that were tested on a GPU or on a CPU; None if it was not tested there."""
     release = RELEASES.get(sglang or "")
-    return release and (release.on_gpu if gpu else release.on_cpu)
+    if release is None:
+        return None
+    return release.on_gpu if gpu else release.on_cpu
 
 
 def untested(sglang: str | None, found: Mapping[str, str | None], *, gpu: bool) -> dict[str, str]:

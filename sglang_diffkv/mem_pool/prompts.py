@@ -10,7 +10,8 @@ token is written.
 
 With compressed fidelity a prompt's pages are *frozen* at its end for the tree to take, all but those of its *tail*. The
 tail has the newest tokens, which are in the high tier only because they are new. They stay the request's own and go
-down as others follow, which they could not in the tree's pages. They join the tree with the reply.
+down as others follow, which they could not in the tree's pages. They join the tree with the reply. If the tree takes
+multiples of some tokens only (``--page-size``), the tail has what is left over too.
 
 A copy is scored by its own request: while the prompt runs, the attention that shared tokens receive is folded into
 scores of the row (``shared_scores``), never into pages that others read.
@@ -33,7 +34,7 @@ from sglang_diffkv.mem_pool.segments import SegmentStore
 from sglang_diffkv.mem_pool.table_space import blocks_of
 from sglang_diffkv.ops.decisions import untouched_tokens
 from sglang_diffkv.policies.base import Policy
-from sglang_diffkv.policies.diffkv import KEEP
+from sglang_diffkv.policies.diffkv import KEEP, STAY
 
 
 @dataclass(frozen=True)
@@ -74,7 +75,8 @@ class Prompts:
 
     Attributes:
         share_min_tokens: a prompt with this many own tokens is frozen at its end, ready for the prefix cache; None:
-            never. tail: of these, the last that are not, where as many are left before them.
+            never. tail: of these, the last that are not, where as many are left before them. page_size: of the prefix
+            cache; what is frozen ends at a multiple.
         plans: row -> copy, carried out at the end of the pass that is planned. pending: row -> its prompt's new pages.
         untouched: rows whose prompt stays as it is, for a request that ends with it.
         shared_scores: row -> [L, H, shared tokens] float32, NaN where there is none yet.
@@ -88,16 +90,17 @@ class Prompts:
         self.device, self.rows, self.counts, self.segments = device, rows, counts, segments
         self.high, self.windows, self.policy = high, windows, windows.policy
         self.share_min_tokens: int | None = None
-        self.tail = 0
+        self.tail, self.page_size = 0, 1
         self.plans: dict[int, CopyPlan] = {}
         self.pending: dict[int, Segment] = {}
         self.untouched: set[int] = set()
         self.shared_scores: dict[int, torch.Tensor] = {}
         self.outcomes = {"compressed": 0, "as computed": 0}
 
-    def freeze_from(self, share_min_tokens: int, tail: int) -> None:
-        """Freeze prompts from now on: those with so many own tokens, but for a ``tail``."""
-        self.share_min_tokens, self.tail = share_min_tokens, tail
+    def freeze_from(self, share_min_tokens: int, tail: int, page_size: int = 1) -> None:
+        """Freeze prompts from now on: those with so many own tokens, but for a ``tail`` and up to a multiple of
+        ``page_size``."""
+        self.share_min_tokens, self.tail, self.page_size = share_min_tokens, tail, page_size
 
     def leave_as_computed(self, row: int) -> None:
         """The row's prompt stays as it is."""
@@ -122,10 +125,13 @@ class Prompts:
         compressed = self._compact(left, tailed=True)
         self.outcomes["compressed"] += len(compressed)
         self.outcomes["as computed"] += len(left) - len(compressed)
+        parted = [row for row in left if row not in compressed and self._over(row) and self._worth_sharing(row)]
+        tails = compressed | self._compact_by(STAY, parted, tailed=True)
         for row in rows:
             if row in self.plans:
                 self._carry_out(row)
-        if frozen := {row: compressed.get(row, 0) for row in rows if self._worth_sharing(row)}:
+        worth = [row for row in rows if self._worth_sharing(row) and not self._over(row, tails.get(row, 0))]
+        if frozen := {row: tails.get(row, 0) for row in worth}:
             self.device.freeze(frozen)
         for row, tail in frozen.items():
             self.rows.freeze(row, tail)
@@ -141,12 +147,21 @@ class Prompts:
     def _own(self, row: int) -> int:
         return self.rows.length(row) - self.rows.shared(row)
 
+    def _over(self, row: int, tail: int = 0) -> int:
+        """Tokens of the row's sequence, without a ``tail``, that are over a multiple of the page size."""
+        return (self.rows.length(row) - tail) % self.page_size
+
     def _tail(self, row: int) -> int:
         """Tokens at the end of the prompt that stay the row's own when it is frozen."""
         least, tail = self.share_min_tokens, self.tail
         if tail and row in self.windows:
             tail = self.windows.window_of(row)
-        if not tail or least is None or self._own(row) < least + tail:
+        if least is None or self._own(row) < least:
+            return 0
+        if self._own(row) < least + tail:
+            tail = 0
+        tail += self._over(row, tail)
+        if not tail or self._own(row) <= tail:
             return 0
         page = (1, *(0 for _ in self.device.fmt.tiers[1:]))  # the one that the tail begins
         return tail if self.device.space.extended(row, page) else 0
@@ -177,7 +192,7 @@ class Prompts:
         """The same of rows that go by one policy."""
         done: dict[int, int] = {}
         while left:
-            lent = lent_pages(self.device, tail=tailed and self.tail > 0)
+            lent = lent_pages(self.device, tail=tailed and (self.tail > 0 or self.page_size > 1))
             fitting = (self.counts.free() - self.counts.headroom()) // lent if lent else len(left)
             some, left = left[: max(fitting, 1)], left[max(fitting, 1) :]
             tails = [self._tail(row) if tailed and fitting > 0 else 0 for row in some]

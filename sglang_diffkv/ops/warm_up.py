@@ -18,7 +18,7 @@ from sglang_diffkv.layout.state import PageState
 from sglang_diffkv.ops.base import Scaling, Step, usual_scaling
 from sglang_diffkv.ops.decisions import compacts, tail_tokens
 from sglang_diffkv.policies.base import Policy
-from sglang_diffkv.policies.diffkv import KEEP
+from sglang_diffkv.policies.diffkv import KEEP, STAY
 
 if TYPE_CHECKING:
     from sglang_diffkv.ops.triton import TritonOps
@@ -49,14 +49,14 @@ def log_compilations() -> None:
 def compile_kernels(
     ops: TritonOps, state: PageState, policy: Policy, *, dtype: torch.dtype, scalings: Sequence[Scaling],
     rotation: Rotation, copies: bool, queries: QueryCache | None = None, sinks: torch.dtype | None = None,
-    key_means: torch.Tensor | None = None, drafts: int = 0,
+    key_means: torch.Tensor | None = None, drafts: int = 0, tails: bool = False,
 ) -> None:  # fmt: skip
     """``warm_up`` on a GPU, with what it compiles, and all compilations from then on, in the log."""
     began = time.perf_counter()
     log_compilations()
     warm_up(
         ops, state, policy, dtype=dtype, scalings=scalings, rotation=rotation, copies=copies, queries=queries,
-        sinks=sinks, key_means=key_means, drafts=drafts,
+        sinks=sinks, key_means=key_means, drafts=drafts, tails=tails,
     )  # fmt: skip
     torch.cuda.synchronize(state.device)
     logger.info("DiffKV: kernels ready after %.1f s", time.perf_counter() - began)
@@ -65,7 +65,7 @@ def compile_kernels(
 def warm_up(
     ops: TritonOps, state: PageState, policy: Policy, *, dtype: torch.dtype, scalings: Sequence[Scaling] = (),
     rotation: Rotation, copies: bool, queries: QueryCache | None = None, sinks: torch.dtype | None = None,
-    key_means: torch.Tensor | None = None, drafts: int = 0,
+    key_means: torch.Tensor | None = None, drafts: int = 0, tails: bool = False,
 ) -> None:  # fmt: skip
     """Compile all kernels, by launches that change nothing: no request has a new token and every row is empty.
 
@@ -73,7 +73,8 @@ def warm_up(
         dtype: of the model. scalings: of its layers; by default the usual one. rotation: what is rotated.
             copies: whether requests copy their prompts. queries: where decode steps keep theirs. sinks: the type of the
             layers' attention sinks, None if they have none. key_means: [L, H, head_dim], what is taken off keys.
-            drafts: of each request that a pass verifies; 0 without speculation.
+            drafts: of each request that a pass verifies; 0 without speculation. tails: whether prompts get tails
+            whatever the policy.
     """
     fmt, device, heads = state.fmt, state.device, state.num_heads
     scalings = scalings or (usual_scaling(fmt.head_dim),)
@@ -120,6 +121,8 @@ def warm_up(
         ops.compact_prompts([(1, 0)], policy)
         if tail_tokens(state, policy):
             ops.compact_prompts([(1, 0)], policy, [0])
+    if tails:
+        ops.compact_prompts([(1, 0)], STAY, [0])
     for own in shared_scores:
         for known in (None, own[0]):
             ops.copy_compact(2, [(1, 0, 0)], 0, policy, known)

@@ -137,6 +137,8 @@ KEEP = DiffKVPolicy(
     alpha_between=(0.0,) * (MOST_TIERS - 2), observe_every=1, pressure_window=None, generated_every=1,
 )  # fmt: skip
 """Every token stays in its tier: for copies."""
+STAY = replace(KEEP, window=1 << 30)
+"""The same of tokens without scores: for a prompt that gets a tail and nothing else."""
 
 
 class DiffKVPolicyConfig(PolicyOptions):

@@ -73,7 +73,8 @@ class DiffKVAttnBackend(AttentionBackend):
         which has no requests."""
         if self.state.pages.is_cuda:
             if config.gpu_ops == "triton":
-                self._make_ready(runner.dtype, config, scalings, sinks)
+                tails = compat.tree_page_size(runner.server_args) > 1
+                self._make_ready(runner.dtype, config, scalings, sinks, tails=tails)
             if not compat.resolved(runner.server_args).disable_overlap_schedule:
                 manager.device.stream = runner.forward_stream
         self.launched: LaunchedStep | None = None
@@ -115,9 +116,10 @@ class DiffKVAttnBackend(AttentionBackend):
         return FittedRotation(**found)
 
     def _make_ready(
-        self, dtype: torch.dtype, config: DiffKVConfig, scalings: Sequence[Scaling], sinks: torch.dtype | None
-    ) -> None:
-        """Choose and compile the kernels, now that the model's layers are known."""
+        self, dtype: torch.dtype, config: DiffKVConfig, scalings: Sequence[Scaling], sinks: torch.dtype | None, *,
+        tails: bool,
+    ) -> None:  # fmt: skip
+        """Choose and compile the kernels, now that the model's layers are known. ``tails``: see ``warm_up``."""
         from sglang_diffkv.ops.gpu import choose_prefill
         from sglang_diffkv.ops.triton import TritonOps
         from sglang_diffkv.ops.warm_up import compile_kernels
@@ -129,6 +131,7 @@ class DiffKVAttnBackend(AttentionBackend):
         compile_kernels(
             ops, self.state, policy, dtype=dtype, scalings=scalings, rotation=self.extend.rotation, copies=copies,
             queries=self.decode.queries, sinks=sinks, key_means=self.decode.key_means, drafts=self.manager.drafts,
+            tails=tails,
         )  # fmt: skip
         if self.manager.running is not None:
             self.manager.running.take_memory()

@@ -140,7 +140,7 @@ def _args(**changes: object) -> SimpleNamespace:
         ({"speculative_algorithm": "NGRAM", "speculative_num_draft_tokens": 17}, "--speculative-num-draft-tokens 17"),
         ({"disaggregation_mode": "prefill"}, "--disaggregation-mode"),
         ({"enable_hierarchical_cache": True, "kv_canary": "log"}, "--enable-hierarchical-cache with --kv-canary"),
-        ({"page_size": 16}, "--page-size 16"),
+        ({"page_size": 16, "kv_canary": "log"}, "--page-size 16 with --kv-canary"),
         ({"tp_size": 2, "attn_cp_size": 2}, "--attn-cp-size"),
         ({"tp_size": 2, "dcp_size": 2}, "--dcp-size"),
         ({"tp_size": 2, "pp_size": 2}, "--pp-size"),

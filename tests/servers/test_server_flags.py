@@ -88,7 +88,6 @@ REFUSED_VALUES: dict[str, Any] = {
     "hicache_io_backend": "direct",
     "hicache_mem_layout": "page_head",
     "radix_cache_backend": "lmcache",
-    "page_size": 16,
     "attn_cp_size": 2,
     "dcp_size": 2,
     "dwdp_size": 2,

@@ -14,7 +14,7 @@ Tokens = tuple[int, ...]
 
 
 class Listener:
-    """Follows the events of a prefix cache of one token a block.
+    """Follows the events of a prefix cache, whose blocks have as many tokens as its pages.
 
     Attributes:
         blocks: tokens from the root to the end of a block, by its hash. on_host: the same of host memory.
@@ -38,7 +38,7 @@ class Listener:
                     found = self._of(event).pop(block, None)
                     assert found is not None, "a block is removed that nobody was told of"
             else:
-                assert isinstance(event, BlockStored) and event.block_size == 1
+                assert isinstance(event, BlockStored) and event.block_size == self.tree.page_size
                 self._store(event)
 
     def _store(self, event: BlockStored) -> None:
@@ -47,8 +47,10 @@ class Listener:
             known = self.blocks if blocks is self.blocks else self.heard  # the host may lack what the GPU has, or had
             assert event.parent_block_hash in known, "a block is stored behind one that nobody was told of"
             before = known[event.parent_block_hash]
-        for block, token in zip(event.block_hashes, event.token_ids, strict=True):
-            before = (*before, token)
+        size = event.block_size
+        assert len(event.token_ids) == size * len(event.block_hashes)
+        for at, block in enumerate(event.block_hashes):
+            before = (*before, *event.token_ids[at * size : (at + 1) * size])
             assert block not in blocks, "a block is stored twice"
             assert self.heard.setdefault(block, before) == before, "tokens have the hash of others"
             blocks[block] = before
@@ -83,7 +85,8 @@ class Listener:
             tokens = (*before, *child.key.token_ids)
             behind = list(self._public(child, tokens))
             if behind or self._ends_match(child, len(tokens)):
-                yield from (tokens[:end] for end in range(len(before) + 1, len(tokens) + 1))
+                size = self.tree.page_size
+                yield from (tokens[:end] for end in range(len(before) + size, len(tokens) + 1, size))
                 yield from behind
 
     def _ends_match(self, node: Any, length: int) -> bool:
@@ -101,4 +104,5 @@ def _kept(host: HostTier) -> Iterator[Tokens]:
         tokens, above = tuple(node.tokens.tolist()), node.parent
         while above is not None:
             tokens, above = (*above.tokens.tolist(), *tokens), above.parent
-        yield from (tokens[:end] for end in range(node.start + 1, node.end + 1))
+        size = host.index.page_size
+        yield from (tokens[:end] for end in range(node.start + size, node.end + 1, size))

@@ -31,6 +31,7 @@ from sglang_diffkv.mem_pool.ledger import PageLedger, pages_for
 from sglang_diffkv.mem_pool.page_manager import PageManager
 from sglang_diffkv.mem_pool.usage import UsageMeter
 from sglang_diffkv.policies.base import Policy
+from sglang_diffkv.policies.uniform import UniformPolicy
 from sglang_diffkv.srt.scheduling.allocator import DiffKVAllocator
 from sglang_diffkv.srt.startup.wiring import build_lifecycle, build_prefix_cache
 from tests.helpers import begin_step, end_decode, faults, new_scores
@@ -61,6 +62,7 @@ class TreeMachine(RuleBasedStateMachine):
     write_policy = ""
     keeps_retracted = True
     page_tokens = 8
+    page_size = 1
     sessions = False
 
     def __init__(self, ranks: Ranks | None = None) -> None:
@@ -78,7 +80,7 @@ class TreeMachine(RuleBasedStateMachine):
         self.allocator = DiffKVAllocator(
             self.requests, dtype=torch.bfloat16, device="cpu", kvcache=None, need_sort=False
         )
-        params = CacheInitParams(False, self.pool, self.allocator, 1, enable_kv_cache_events=True)
+        params = CacheInitParams(False, self.pool, self.allocator, self.page_size, enable_kv_cache_events=True)
         params.enable_session_radix_cache = self.sessions
         self.tree = build_prefix_cache(params, SHARE_MIN, exact=self.exact)
         self.listener = Listener(self.tree)
@@ -349,6 +351,31 @@ class TreeMachine(RuleBasedStateMachine):
                 assert not counts[..., 1 : len(self.tiers)].any()
 
 
+class PagedTreeMachine(TreeMachine):
+    """The same of a prefix cache that takes multiples of a few tokens only."""
+
+    page_size = 5
+    keeps_retracted = False
+
+    @invariant()
+    def nodes_end_with_a_page(self) -> None:
+        stack = list(self.tree.root_node.children.values())
+        while stack:
+            node = stack.pop()
+            assert len(node.key) % self.page_size == 0
+            stack.extend(node.children.values())
+        for req in self.running:
+            shared = self.manager.rows.shared(req.kv.req_pool_idx)
+            assert shared % self.page_size == 0 and req.kv.cache_protected_len % self.page_size == 0
+
+
+class PagedLosslessTreeMachine(PagedTreeMachine):
+    """One tier and a policy that moves nothing: only what is over a multiple makes a prompt's tail."""
+
+    tiers = (Tier(8, 4),)
+    policy = UniformPolicy()
+
+
 class ExactTreeMachine(TreeMachine):
     """The same with exact fidelity: prompts join the tree as computed, requests run on copies."""
 
@@ -367,5 +394,8 @@ def machine_settings(steps: int) -> settings:
 
 
 TreeMachine.TestCase.settings = ExactTreeMachine.TestCase.settings = machine_settings(60)
+PagedTreeMachine.TestCase.settings = PagedLosslessTreeMachine.TestCase.settings = machine_settings(60)
 TestTree = TreeMachine.TestCase
 TestExactTree = ExactTreeMachine.TestCase
+TestPagedTree = PagedTreeMachine.TestCase
+TestPagedLosslessTree = PagedLosslessTreeMachine.TestCase

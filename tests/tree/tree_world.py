@@ -52,6 +52,8 @@ class World:
         high_rows: bool = False,
         most_window: int = 0,
         write_policy: str = "",
+        page_size: int = 1,
+        keeps_retracted: bool = True,
     ) -> None:
         policy = policy or diffkv_policy(alpha_high, 0.0, 8)
         scored, position_bytes = policy.scored_tiers(len(tiers)), position_bytes_for(longest)
@@ -61,7 +63,7 @@ class World:
         )
         self.manager = PageManager(
             geometry, policy, host_pages=host_pages, write_policy=write_policy, high_rows=high_rows,
-            most_window=most_window,
+            most_window=most_window, keeps_retracted=keeps_retracted,
         )  # fmt: skip
         self.pool = pool or ReqToTokenPool(rows, longest, "cpu", False)
         ledger = PageLedger(self.manager, capacity)
@@ -70,7 +72,7 @@ class World:
             self.requests, dtype=torch.bfloat16, device="cpu", kvcache=None, need_sort=False
         )
         params = CacheInitParams(
-            False, self.pool, self.allocator, 1, eviction_policy=eviction, enable_kv_cache_events=True
+            False, self.pool, self.allocator, page_size, eviction_policy=eviction, enable_kv_cache_events=True
         )
         params.enable_session_radix_cache = sessions
         if eviction_config is not None:

@@ -429,6 +429,11 @@ def log_stats(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
     return result
 
 
+def alloc_page_size(original: Any, batch: Any) -> int:
+    """SGLang hands out KV slots by the prefix cache's page size, which is the tree's alone here."""
+    return 1 if requests_of(batch) is not None else original(batch)
+
+
 _HERE = (
     add_cli_args,
     from_cli_args,
@@ -444,6 +449,7 @@ _HERE = (
     create_memory_pool_configurator,
     build_kv_pool,
     build_token_to_kv_pool_allocator,
+    alloc_page_size,
     release_req,
     init_next_round_input,
     prepare_for_extend,

@@ -44,6 +44,12 @@ def hybrid_problems(configurator: Any) -> Iterator[str]:
             "layers with states, beside which the prefix cache keeps compressed prompts only; start with "
             '"prefix_fidelity": "compressed" in --diffkv-config, or with --disable-radix-cache'
         )
+    size = compat.tree_page_size(getattr(configurator, "arguments", None) or configurator.server_args)
+    if size > 1 and not args.disable_radix_cache:
+        yield (
+            f"layers with states, which are kept at the ends of prompts and not at multiples of --page-size {size}; "
+            "drop --page-size"
+        )
     if drafts_of(args):
         yield "layers with states, which drafts would have to leave as they were; drop --speculative-algorithm"
     if getattr(args, "enable_mixed_chunk", False):

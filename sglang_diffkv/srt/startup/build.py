@@ -30,7 +30,7 @@ from sglang_diffkv.srt.models.scaling import attention_layers, layer_scalings, l
 from sglang_diffkv.srt.models.speculation import check_drafts, draft_room, drafts_of, longest_row
 from sglang_diffkv.srt.pool import DiffKVPool
 from sglang_diffkv.srt.scheduling.allocator import SERVED, DiffKVAllocator
-from sglang_diffkv.srt.startup import own_choice, own_means
+from sglang_diffkv.srt.startup import own_choice, own_means, tree_pages
 from sglang_diffkv.srt.startup.disk_store import opened
 from sglang_diffkv.srt.startup.draft_model import bytes_of_slot
 from sglang_diffkv.srt.startup.host_memory import describe, host_tier
@@ -78,6 +78,7 @@ def memory_plan(configurator: Any) -> MemoryPlan:
     config, layers = load_config(), paged_layers(configurator)
     attention_spans = layer_spans(configurator.model, layers)
     check_policy(config, attention_spans)
+    tree_pages.check_spans(configurator.server_args, attention_spans)
     longest = longest_row(configurator.model_config.context_len, compat.resolved(configurator.server_args))
     draft_bytes = bytes_of_slot(configurator.server_args)
     plan = MemoryPlan.of(configurator, config, len(layers), longest, attention_spans, draft_bytes)
@@ -248,4 +249,6 @@ def create_prefix_cache(ctx: Any) -> Any:
     config = load_config()
     exact = config.prefix_fidelity == "exact"
     store = opened(ctx.server_args, ctx.model_config, config)
-    return build_prefix_cache(ctx.params, config.share_min_tokens, exact=exact, store=store)
+    page_size = 1 if ctx.disable_radix_cache else compat.tree_page_size(ctx.server_args)
+    params = replace(ctx.params, page_size=page_size)
+    return build_prefix_cache(params, config.share_min_tokens, exact=exact, store=store)

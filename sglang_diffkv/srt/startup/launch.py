@@ -139,6 +139,7 @@ def _check(server_args: Any, *configs: DiffKVConfig) -> None:
             checks.append(partial(check_drafts, config, attention_spans, by_model=drafts_by_model(args)))
     _refuse_at_once(checks)
     compat.decline_hierarchical_cache(server_args)
+    compat.hand_out_single_slots(server_args)
 
 
 def _refuse_at_once(checks: Sequence[Callable[[], None]]) -> None:

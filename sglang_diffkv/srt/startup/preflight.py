@@ -18,6 +18,7 @@ from sglang_diffkv.srt.models import kv_scales
 from sglang_diffkv.srt.models.hybrids import paged_layers
 from sglang_diffkv.srt.models.scaling import configured_spans, reads_window
 from sglang_diffkv.srt.models.speculation import check_drafts, drafts_of, longest_row
+from sglang_diffkv.srt.startup import tree_pages
 from sglang_diffkv.srt.startup.draft_model import bytes_of_slot
 from sglang_diffkv.srt.startup.host_memory import host_memory, host_tier
 from sglang_diffkv.srt.startup.validation import check_model, check_policy
@@ -86,6 +87,7 @@ def planned(configurator: Any, config: DiffKVConfig, draft_bytes: int) -> Memory
     """The plan of a server. Raises ConfigError or UnsupportedError where there would be none."""
     model, view, attention_spans = configurator.model_config, configurator.server_args, configurator.attention_spans
     check_policy(config, attention_spans)
+    tree_pages.check_spans(configurator.arguments, attention_spans)
     if drafts_of(view):
         check_drafts(config, attention_spans, by_model=draft_bytes > 0)
     layers, longest = len(paged_layers(configurator)), longest_row(model.context_len, view)

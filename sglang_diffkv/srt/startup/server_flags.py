@@ -219,12 +219,6 @@ REFUSED: dict[str, Refused] = {
         "--radix-cache-backend {value}: drop it, diffkv brings its own", _not(None, "", BACKEND), "names our own cache"
     ),
     "enable_hisparse": Refused("hierarchical sparse attention: drop --enable-hisparse"),
-    "page_size": Refused(
-        "--page-size {value}: use 1, as a prompt joins the prefix cache whole (bytes are paged by page_tokens; "
-        "docs/designs.md says what others would take)",
-        _not(None, 1),
-        "all server tests",
-    ),
     "enable_page_major_kv_layout": Refused("the page-major KV layout: drop --enable-page-major-kv-layout"),
     "enable_unified_memory": Refused("the unified memory pool: drop --enable-unified-memory"),
     "enable_memory_saver": Refused("the memory saver: drop --enable-memory-saver"),

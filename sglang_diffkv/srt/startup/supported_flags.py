@@ -4,6 +4,7 @@ from __future__ import annotations
 
 WORKS: dict[str, str] = {
     "tests/servers/test_server_identity.py::test_lossless_tier_gives_stock_tokens": "chunked_prefill_size",
+    "tests/servers/test_server_page_size.py::test_lossless_gives_stock_tokens": "page_size",
     "tests/servers/test_server_pressure.py::test_small_pool_completes_all_with_the_same_tokens": (
         "max_total_tokens schedule_conservativeness disable_radix_cache decode_log_interval"
     ),

@@ -87,7 +87,7 @@ def _around(tree: DiffKVPrefixCache, share_min_tokens: int, exact: bool, store: 
         rule = ExactPrompts(tree, min(share_min_tokens, manager.fmt.high.tokens))
     else:  # a state stands for all of a prompt, so the tree takes that or nothing
         tail = tail_tokens(manager.state, manager.policy) if states is None else 0
-        manager.prompts.freeze_from(share_min_tokens, tail)
+        manager.prompts.freeze_from(share_min_tokens, tail, tree.page_size)
     retracted, host = Restoring(), HostPrefixes()
     if manager.saved is not None and manager.keeps_retracted:
         retracted = Retracted(tree, manager.saved, alone=keeps_prompts)

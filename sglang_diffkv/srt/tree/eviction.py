@@ -211,6 +211,7 @@ class EvictingTree(RadixCache):
         end: list[Any] = []
         for node in nodes:
             kept = len(node.key) - int(tokens)
+            kept -= kept % self.page_size
             if kept >= len(node.key):
                 break
             if kept > 0:

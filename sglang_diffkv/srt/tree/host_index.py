@@ -37,7 +37,7 @@ class HostNode:
     def __init__(self, parent: HostNode | None, tokens: np.ndarray, start: int, space: Hashable):
         self.number = next(self._numbers)
         self.parent, self.tokens, self.start, self.space = parent, tokens, start, space
-        self.children: dict[int, HostNode] = {}
+        self.children: dict[bytes, HostNode] = {}
         self.saved: SavedSegment | None = None
         self.last_access_time = self.creation_time = time.monotonic()
         self.hit_count, self.priority = 1, 0
@@ -65,14 +65,15 @@ class HostIndex:
     """Finds saved segments by namespace and tokens.
 
     Args:
-        dropped: called with a saved segment that no node names any more.
+        dropped: called with a saved segment that no node names any more. page_size: nodes begin and end at multiples of
+            so many tokens, and prefixes that differ within them have nothing in common there.
 
     Attributes:
         tokens: those of which the host has something. told: who is told of them.
     """
 
-    def __init__(self, dropped: Callable[[SavedSegment], None]):
-        self._dropped = dropped
+    def __init__(self, dropped: Callable[[SavedSegment], None], page_size: int = 1):
+        self._dropped, self.page_size = dropped, page_size
         self.told = IndexListener()
         self._roots: dict[Hashable, HostNode] = {}
         self.tokens = 0
@@ -85,15 +86,26 @@ class HostIndex:
             yield node
             stack.extend(node.children.values())
 
+    def _first(self, tokens: np.ndarray) -> bytes:
+        """What children of a node are told apart by: of ``tokens``, the first page."""
+        return tokens[: self.page_size].tobytes()
+
+    def _common(self, mine: np.ndarray, others: np.ndarray) -> int:
+        """Tokens of whole pages that both begin with."""
+        length = min(len(mine), len(others))
+        differ = np.flatnonzero(mine[:length] != others[:length])
+        common = int(differ[0]) if len(differ) else length
+        return common - common % self.page_size
+
     # Finding
 
     def _walk(self, space: Hashable, tokens: np.ndarray) -> Iterator[tuple[HostNode, int]]:
         """The nodes of the longest path that ``tokens`` have in common with one, and up to which position each has."""
         node, at = self._roots.get(space), 0
         while node is not None and at < len(tokens):
-            node = node.children.get(int(tokens[at]))
+            node = node.children.get(self._first(tokens[at:]))
             if node is not None:
-                at += _common(node.tokens, tokens[at:])
+                at += self._common(node.tokens, tokens[at:])
                 yield node, at
                 if at < node.end:
                     return
@@ -134,10 +146,11 @@ class HostIndex:
         had all of it, ``saved`` is dropped."""
         node, at = self._roots.setdefault(space, HostNode(None, tokens[:0], 0, space)), 0
         while at < len(tokens):
-            child = node.children.get(int(tokens[at]))
+            first = self._first(tokens[at:])
+            child = node.children.get(first)
             if child is None:
-                child = node.children[int(tokens[at])] = HostNode(node, tokens[at:].copy(), at, space)
-            elif (common := _common(child.tokens, tokens[at:])) < len(child.tokens):
+                child = node.children[first] = HostNode(node, tokens[at:].copy(), at, space)
+            elif (common := self._common(child.tokens, tokens[at:])) < len(child.tokens):
                 child = self._split(child, common)
             if child.start < saved.start < child.end:
                 child = self._split(child, saved.start - child.start)
@@ -160,9 +173,9 @@ class HostIndex:
             setattr(above, name, getattr(node, name))
         if above.saved is not None:
             above.saved.nodes += 1
-        node.parent.children[int(above.tokens[0])] = above
+        node.parent.children[self._first(above.tokens)] = above
         node.parent, node.tokens, node.start = above, node.tokens[count:], node.start + count
-        above.children[int(node.tokens[0])] = node
+        above.children[self._first(node.tokens)] = node
         self.told.split(above, node)
         return above
 
@@ -185,7 +198,7 @@ class HostIndex:
         saved.nodes = 0
         self._dropped(saved)
         while above.parent is not None and above.saved is None and not above.children:
-            del above.parent.children[int(above.tokens[0])]
+            del above.parent.children[self._first(above.tokens)]
             above = above.parent
         if above.parent is None and not above.children:
             self._roots = {space: root for space, root in self._roots.items() if root is not above}
@@ -208,7 +221,10 @@ class HostIndex:
         tokens = 0
         for node in self.nodes():
             parent: Any = node.parent
-            assert parent.children[int(node.tokens[0])] is node and node.start == parent.end, "an index lost a node"
+            assert parent.children[self._first(node.tokens)] is node and node.start == parent.end, (
+                "an index lost a node"
+            )
+            assert node.end % self.page_size == 0, "a node ends within a page"
             assert node.children or node.saved is not None, "an index keeps a node for nothing"
             if node.saved is not None:
                 named[node.saved] = named.get(node.saved, 0) + 1
@@ -218,10 +234,3 @@ class HostIndex:
         assert all(saved.nodes == count for saved, count in named.items()), "a saved segment miscounts its nodes"
         assert tokens == self.tokens, "the index miscounts its tokens"
         assert all(root.children for root in self._roots.values()), "the index keeps an empty namespace"
-
-
-def _common(mine: np.ndarray, others: np.ndarray) -> int:
-    """Tokens that both begin with."""
-    length = min(len(mine), len(others))
-    differ = np.flatnonzero(mine[:length] != others[:length])
-    return int(differ[0]) if len(differ) else length

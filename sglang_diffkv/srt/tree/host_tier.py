@@ -77,7 +77,7 @@ class HostTier(HostPrefixes):
         self.tree, self.saved, self.policy, self.least = tree, saved, policy, least
         self.manager, self.ledger, self.host = tree.manager, tree.ledger, saved.host
         self.ranks = self.manager.ranks
-        self.index = HostIndex(saved.drop)
+        self.index = HostIndex(saved.drop, tree.page_size)
         self.expected: Callable[[], Iterable[tuple[int | None, float]]] = lambda: ()
         self.old_weights = OldWeights(self.manager, "evicted prefixes do not go to host memory")
         self.counts = dict.fromkeys(COUNTS, 0)

@@ -6,6 +6,8 @@ that matches a path takes references to the pages of the path's segments, limite
 splits without moving a byte, and what a path takes of a row does not depend on it. A path of many small segments is
 joined to one (``PathJoiner``). Of a model with states a match ends where one is kept (``KeptStates``). Sizes are pages,
 in SGLang's unit (see ``PageLedger``).
+
+With ``--page-size`` N all nodes begin and end at multiples of N tokens. Nothing else knows of N: KV slots are single.
 """
 
 from __future__ import annotations
@@ -108,7 +110,7 @@ class DiffKVPrefixCache(EvictingTree):
         """Position up to which a running request's prompt may join the tree now; 0 if it may not."""
         row = compat.row_of(req)
         end = None if row is None else self.manager.prompts.publishable_to(row)
-        return 0 if end is None or end > compat.extend_end(req) else end
+        return 0 if end is None or end > compat.extend_end(req) or end % self.page_size else end
 
     def publish(self, req: Any, insertion: Callable[[], None], *, running: bool) -> bool:
         """Run SGLang's ``insertion`` of a request's tokens, with pages of its row: of a running one those up to

@@ -55,6 +55,8 @@ def why_recomputed(configurator: Any, config: DiffKVConfig) -> str:
         return "--strip-thinking-cache keeps what they have generated out of the prefix cache"
     if getattr(args, "kv_canary", "none") != "none":
         return "--kv-canary would have to know their tokens again"
+    if compat.tree_page_size(getattr(configurator, "arguments", None) or configurator.server_args) > 1:
+        return "they end anywhere, and the prefix cache takes multiples of --page-size"
     if config.build_policy().running is not None:
         return "the policy compresses running requests in pages of their own"
     return ""

@@ -397,6 +397,23 @@ def decline_hierarchical_cache(server_args: Any) -> None:
         decide(server_args, hicache_storage_backend=None)
 
 
+def tree_page_size(server_args: Any) -> int:
+    """Tokens of a page of the prefix cache: the user's ``--page-size``, 1 without it. ``server_args``: not
+    ``resolved``."""
+    return getattr(server_args, "_diffkv_page_size", None) or getattr(server_args, "page_size", None) or 1
+
+
+def hand_out_single_slots(server_args: Any) -> None:
+    """Let SGLang's scheduler and allocator go by single tokens, whatever ``--page-size``: that is the prefix cache's
+    alone, and ``tree_page_size`` still tells it."""
+    size = getattr(resolved(server_args), "page_size", None) or 1
+    if size == 1:
+        return
+    if not installed().declared_arguments:  # those keep what the user asked for
+        server_args._diffkv_page_size = size
+    decide(server_args, page_size=1)
+
+
 @cache
 def default_of(option: str) -> Any:
     """What SGLang's option has by default, by its field of ``ServerArgs``."""
