@@ -55,11 +55,14 @@ def add_selection_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--n", type=positive, help="questions of each task file, a fixed random sample (default: all)")
     parser.add_argument("--seed", type=number(bounds.Whole), default=0, help="of the sample (default: %(default)s)")
     parser.add_argument("--levels", nargs="+", choices=LEVELS, help="of reference questions (default: all)")
-    parser.add_argument("--only", nargs="+", metavar="TASK", help="these tasks of a reference file")
+    parser.add_argument("--only", nargs="+", metavar="TASK", help="these tasks of a reference file, or kinds of made=")
     parser.add_argument("--exclude", nargs="+", default=[], metavar="TASK", help="not these tasks of it")
     parser.add_argument("--tokenizer", help="its folder (default: the model's)")
     parser.add_argument(
-        "--max-prompt-tokens", type=positive, metavar="N", help="longbench: a longer prompt loses its middle"
+        "--max-prompt-tokens",
+        type=positive,
+        metavar="N",
+        help="longbench and longbench_v2: a longer prompt loses its middle",
     )
     parser.add_argument(
         "--run-generated-code",
@@ -136,8 +139,8 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
         help="stock, fp8, a preset, or a DiffKV configuration, inline or a file "
         f"(default: {', '.join(DEFAULT_CONFIGS)})",
     )
-    kinds = ", ".join(LOADERS)
-    parser.add_argument("--task", action="append", required=True, metavar="KIND=PATH", help=f"KIND: {kinds}")
+    kinds = f"KIND: {', '.join(LOADERS)}; or made=TOKENS, questions about texts of so many tokens that need no file"
+    parser.add_argument("--task", action="append", required=True, metavar="KIND=PATH", help=kinds)
     add_question_arguments(parser)
     add_window_arguments(parser)
     parser.add_argument(
@@ -182,6 +185,7 @@ def evaluate_url(args: argparse.Namespace, tasks: Sequence[Any], store: Store) -
     name = args.name or str(fingerprint["backend"])
     store.add_configuration(name, fingerprint)
     runner.register(store, suites)
+    print(runner.cost(store, [name], suites, args.max_new_tokens), file=sys.stderr)
 
     def connect() -> nullcontext[Endpoint]:
         return nullcontext(endpoint)
@@ -213,6 +217,7 @@ def evaluate_model(
     def save(name: str) -> None:
         write(args.output, store, suites, skipped)
 
+    print(runner.cost(store, servers, suites, args.max_new_tokens), file=sys.stderr)
     evaluate_all(servers, suites, store, args.concurrency, args.jobs, save)
     return write(args.output, store, suites, skipped)
 

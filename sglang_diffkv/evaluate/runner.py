@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import time
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -66,6 +66,17 @@ def missing(store: Store, name: str, suite: Suite) -> list[Question]:
     """Questions that configuration ``name`` has not answered."""
     done = store.answered(name, suite.task.name)
     return [question for question in suite.questions if question.id not in done]
+
+
+def cost(store: Store, names: Iterable[str], suites: Sequence[Suite], max_new_tokens: int) -> str:
+    """What is left to ask of all configurations, in words: questions, and tokens of prompts and at most of replies."""
+    left = [x for name in names for suite in suites for x in missing(store, name, suite)]
+    prompts = sum(len(x.prompt_ids) for x in left)
+    replies = sum(len(x.reply_ids) or (0 if x.cached_tokens else x.limit(max_new_tokens)) for x in left)
+    return (
+        f"to ask: {len(left):,} questions, with {prompts:,} tokens of prompts and at most {replies:,} of replies; "
+        "progress says how long it takes"
+    )
 
 
 def evaluate(

@@ -13,6 +13,7 @@ from sglang_diffkv.evaluate.tasks import (
     forced,
     gsm8k,
     longbench,
+    made,
     math_problems,
     needle,
     reference,
@@ -31,6 +32,7 @@ LOADERS: dict[str, Callable[[Path, Options], Task]] = {
     "mmlu": choices.load_mmlu,
     "mmlu_pro": choices.load_mmlu_pro,
     "gpqa": choices.load_gpqa,
+    "longbench_v2": choices.load_longbench_v2,
     "humaneval_plus": code.load_humaneval_plus,
     "mbpp_plus": code.load_mbpp_plus,
     "longbench": longbench.load,
@@ -40,13 +42,18 @@ LOADERS: dict[str, Callable[[Path, Options], Task]] = {
     "continuation": forced.load_continuation,
     "replies": forced.load_replies,
 }
+"""Of files and folders, by ``KIND`` in ``KIND=PATH``."""
+MADE = "made"
+"""Of questions without a file: ``made=TOKENS``."""
 
 
 def load_task(spec: str, options: Options) -> Task:
-    """The task that ``KIND=PATH`` names. Raises TaskFileError."""
+    """The task that ``KIND=PATH`` names, or ``made=TOKENS``. Raises TaskFileError."""
     kind, equals, path = spec.partition("=")
+    if kind == MADE:
+        return made.load(path, options)
     if kind not in LOADERS or not equals:
-        raise TaskFileError(f"expected KIND=PATH with a kind of {', '.join(LOADERS)}; got {spec!r}")
+        raise TaskFileError(f"expected {MADE}=TOKENS, or KIND=PATH with a kind of {', '.join(LOADERS)}; got {spec!r}")
     if not Path(path).exists():
         raise TaskFileError(f"{kind}: there is no file {path}")
     if not (Path(path).is_file() or Path(path).is_dir()):

@@ -1,9 +1,10 @@
-r"""Questions with lettered choices: MMLU, MMLU-Pro and GPQA, in the forms in which they were published.
+r"""Questions with lettered choices: MMLU, MMLU-Pro, GPQA and LongBench v2, in the forms in which they were published.
 
 | kind | file |
 |---|---|
 | ``mmlu`` (Hendrycks et al., 2021) | CSV without a header: question, four choices, letter; a folder of those, a subject each; or JSON Lines: ``question``, ``choices``, ``answer`` (its number) |
 | ``mmlu_pro`` (Wang et al., 2024) | JSON Lines: ``question``, ``options`` (up to ten), ``answer`` (letter) |
+| ``longbench_v2`` (Bai et al., 2024) | its ``data.json``, a list, or JSON Lines: ``_id``, ``context``, ``question``, ``choice_A`` to ``choice_D``, ``answer`` (letter) |
 | ``gpqa`` (Rein et al., 2023) | CSV with the columns ``Question``, ``Correct Answer`` and ``Incorrect Answer 1`` to ``3`` |
 
 A reply is right if the letter that it names last is the answer's: after *answer is* or *answer:*, in a
@@ -18,10 +19,11 @@ import csv
 import random
 import re
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from string import ascii_uppercase
 
-from sglang_diffkv.evaluate.tasks.files import TaskFileError, open_text, read_lines, stem
+from sglang_diffkv.evaluate.tasks.files import TaskFileError, open_text, read_lines, read_records, stem
 from sglang_diffkv.evaluate.tasks.generation import Example, GenerationTask, Options, build, sample
 
 PROMPT = "{question}\n\n{choices}\n\nReason step by step and end with: The answer is (X), where X is the letter."
@@ -29,6 +31,8 @@ _OPENED = r"(?:\*\*|\$|\\text\{|\\boxed\{|\()+([A-J])(?![A-Za-z])"
 _BARE = r"([B-HJ])(?![A-Za-z])|([AI])(?=\s*(?:[.,:;)]|\n|$))"  # A and I are words too
 _NAMED = re.compile(rf"(?i:answer(?:\s+is)?)\s*:?\s*(?:{_OPENED}|{_BARE})")
 _BOXED = re.compile(r"\\boxed\{\s*(?:\\text\{)?\s*\(?([A-J])\)?\s*\}")
+LONG_PROMPT = "Read the text, then answer the question behind it.\n\n{context}\n\n"
+LONGBENCH_V2 = ("_id", "context", "question", "choice_A", "choice_B", "choice_C", "choice_D", "answer")
 GPQA = ("Question", "Correct Answer", *(f"Incorrect Answer {n}" for n in (1, 2, 3)))
 
 
@@ -108,6 +112,21 @@ def _gpqa(path: Path) -> Iterator[Example]:
         task = record.get("High-level domain") or "gpqa"
         answer = ascii_uppercase[choices.index(right)]
         yield _example(str(line), task, record[GPQA[0]], choices, answer, f"{path.name}, line {line}")
+
+
+def _longbench_v2(path: Path) -> Iterator[Example]:
+    for line, x in read_records(path, LONGBENCH_V2):
+        where, options = f"{path.name}, {line}", [x[name] for name in LONGBENCH_V2[3:7]]
+        task = f"{x['length']}" if x.get("length") else "longbench_v2"
+        found = _example(str(x["_id"]), task, x["question"], options, str(x["answer"]), where)
+        yield replace(found, prompt=LONG_PROMPT.format(context=str(x["context"]).strip()) + found.prompt)
+
+
+def load_longbench_v2(path: Path, options: Options) -> GenerationTask:
+    """A fixed random sample; questions count by length (short, medium, long). Longer prompts than
+    ``max_prompt_tokens`` lose their middle."""
+    task = build("longbench_v2", path, list(_longbench_v2(path)), grade, options)
+    return sample(replace(task, max_prompt_tokens=options.max_prompt_tokens), options)
 
 
 def load_mmlu(path: Path, options: Options) -> GenerationTask:

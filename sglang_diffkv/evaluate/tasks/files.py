@@ -73,6 +73,24 @@ def read_lines(path: Path, required: tuple[str, ...]) -> Iterator[tuple[int, dic
             yield number, record
 
 
+def read_records(path: Path, required: tuple[str, ...]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Where each object of a file is, in words, and the object: of a JSON list, or of JSON Lines as ``read_lines``.
+    Raises TaskFileError."""
+    with open_text(path) as file:
+        is_list = file.read(1) == "["
+    if not is_list:
+        yield from ((f"line {number}", record) for number, record in read_lines(path, required))
+        return
+    with open_text(path) as file:
+        try:
+            records = json.load(file)
+        except ValueError as error:
+            raise TaskFileError(f"{path.name}: not valid JSON: {error}") from None
+    for number, record in enumerate(records, 1):
+        check_fields(record, required, f"{path.name}, entry {number}")
+        yield f"entry {number}", record
+
+
 def check_fields(record: Any, required: tuple[str, ...], where: str) -> None:
     """Raise TaskFileError unless ``record`` is an object with all ``required`` fields."""
     if not isinstance(record, dict):

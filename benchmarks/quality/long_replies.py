@@ -1,0 +1,112 @@
+"""How methods lose as a reply grows: divergence from the uncompressed cache by the position in a reply, at equal bytes.
+
+Windows of a text are continued as the text goes on, each token forced, so that all configurations are compared on
+the same reply (``evaluate/tasks/forced``). Methods that choose only at the end of a prompt keep all of a reply. They
+drop so much more of the prompt that the bytes at a request's end are about those of the others. ``random`` and
+``knorm`` are the controls: what is chosen by a draw, and by norms of keys. Example:
+
+    python -m benchmarks.quality.long_replies --text wikitext2_valid.txt.xz --n 8 --output long_replies
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+
+from benchmarks.paths import NANO
+from sglang_diffkv.evaluate import cli
+from sglang_diffkv.evaluate.distribution import compare
+from sglang_diffkv.evaluate.report import markdown
+from sglang_diffkv.evaluate.store import Store
+
+PROMPT, REPLY, PARTS = 1024, 2048, 4
+REFERENCE = "stock"
+SHARE = 0.25
+"""Of a prompt, kept by methods that keep all of a reply: with 1,024 and 2,048 tokens about the default's bytes."""
+BLOCKS = 9
+"""Of 256 tokens, which ``zipage`` holds at most: three quarters of 3,072 tokens."""
+METHODS = {
+    "K8V4": {"tiers": ["K8V4"]},
+    "diffkv": {},
+    "leankv": {"rotate": "both", "policy": {"name": "leankv", "mass_high": 0.1}},
+    "zipage": {"tiers": ["K8V4"], "policy": {"name": "zipage", "max_blocks": BLOCKS}},
+    "xkv": {"tiers": ["K8V4"], "policy": {"name": "xkv", "keep": SHARE}},
+    "snapkv": {"tiers": ["K8V4"], "policy": {"name": "snapkv", "fraction": SHARE}},
+    "knorm": {"tiers": ["K8V4"], "policy": {"name": "knorm", "fraction": SHARE}},
+    "random": {"tiers": ["K8V4"], "policy": {"name": "random", "fraction": SHARE}},
+}
+
+
+def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default=str(NANO), help="default: the nano model of the repository")
+    parser.add_argument("--text", required=True, help="plain text, perhaps .xz or .gz")
+    parser.add_argument("--methods", nargs="+", choices=METHODS, default=[*METHODS], help="default: all")
+    parser.add_argument("--output", type=Path, required=True, help="folder for answers and results; long_replies.md")
+    cli.add_question_arguments(parser)
+    cli.add_window_arguments(parser)
+    parser.set_defaults(n=8, prefix_tokens=PROMPT, window_tokens=REPLY)
+    args = parser.parse_args(argv)
+    if args.window_tokens <= PARTS or not args.top_logprobs:
+        parser.error(f"--window-tokens must be above {PARTS}, and --top-logprobs above 0")
+    return args
+
+
+def by_part(first: Mapping[str, str], other: Mapping[str, str]) -> np.ndarray:
+    """[replies, PARTS]: mean divergence in nats of each part of each reply; arguments are packed distributions by
+    question."""
+    divergences = [compare(first[name], other[name]).divergence for name in sorted(first.keys() & other.keys())]
+    return np.array([[part.mean() for part in np.array_split(x, PARTS)] for x in divergences])
+
+
+def table(tops: Mapping[str, Mapping[str, str]], ratios: Mapping[str, float], reply: int) -> str:
+    """A row for each method: bytes, and divergence by part of the reply with its standard error, in millinats."""
+    edges = [reply * part // PARTS for part in range(PARTS + 1)]
+    header = ["method", "bytes of bf16", *(f"tokens {low + 1:,} to {high:,}" for low, high in pairwise(edges))]
+    rows = []
+    for name, mine in tops.items():
+        if name == REFERENCE:
+            continue
+        found = 1e3 * by_part(tops[REFERENCE], mine)
+        errors = found.std(0, ddof=1) / len(found) ** 0.5 if len(found) > 1 else [float("nan")] * PARTS
+        cells = [f"{mean:.1f} ± {error:.1f}" for mean, error in zip(found.mean(0), errors, strict=True)]
+        rows.append([name, f"{ratios[name]:.3f}", *cells])
+    return markdown(header, rows)
+
+
+def collected(folder: Path) -> tuple[dict[str, dict[str, str]], dict[str, float]]:
+    """Packed distributions by configuration and question, and each configuration's bytes over bf16's."""
+    tops: dict[str, dict[str, str]] = {}
+    with Store(folder) as store:
+        for (configuration, _), answers in store.answers.items():
+            tops.setdefault(configuration, {}).update(
+                {x.id: x.outcome.tops for x in answers.values() if x.outcome.tops}
+            )
+    results = json.loads((folder / "results.json").read_text(encoding="utf-8"))["results"]
+    return tops, {x["configuration"]: x["cache"]["ratio_pages"] for x in results if x["cache"]}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Ask all configurations and print the table; the exit status of the evaluation."""
+    args = parse_args(argv)
+    args.url = args.name = None
+    args.config = [REFERENCE, *(f"{name}={json.dumps(METHODS[name])}" for name in args.methods)]
+    args.task = [f"continuation={args.text}"]
+    if status := cli.run(args):
+        return status
+    tops, ratios = collected(args.output)
+    text = table(tops, ratios, args.window_tokens)
+    (args.output / "long_replies.md").write_text(text + "\n", encoding="utf-8")
+    print(f"\nKL to {REFERENCE}, 0.001 nats a token, n = {len(tops[REFERENCE])}\n\n{text}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
