@@ -30,7 +30,7 @@ WORDS = {
     "docs/methods.md": 1720,
     "docs/limits.md": 1185,
     "docs/results.md": 2830,
-    "docs/quality.md": 1430,
+    "docs/quality.md": 1450,
     "docs/kernels.md": 1440,
     "docs/architecture.md": 2850,
     "benchmarks/README.md": 970,
