@@ -120,7 +120,7 @@ def test_the_ledger_counts_what_a_tree_holds(locked: bool) -> None:
 
 
 def test_insertions_wait_until_results_are_out() -> None:
-    """A prompt and a chunk: of the two the prompt waits."""
+    """Inside, and not outside."""
     world = World(2000, exact=False)
     first, second = (world.start(world.tokens(60)) for _ in range(2))
     for req in (first, second):
@@ -128,7 +128,6 @@ def test_insertions_wait_until_results_are_out() -> None:
         world.launch(req)
     with world.tree.inserting_later():
         offer(world.tree, first)
-        offer(world.tree, second, chunked=True)
         assert not world.manager.segments.cached
     assert len(world.manager.segments.cached) == 1 and world.manager.rows.shared(first.kv.req_pool_idx) > 0
     offer(world.tree, second)
