@@ -156,3 +156,25 @@ def test_a_row_that_found_no_page_has_zeros():
     for got, expected, given in zip(*outs, (key, value), strict=True):
         assert close(got, expected) < 4e-3 and torch.equal(got[113:], given[3:])
         assert (got[23:113] == 0).all() and not (got[:20] == 0).any(2).all(1).any()
+
+
+@pytest.mark.parametrize(("before", "position_bytes"), [(65_480, 2), (65_520, 4), (131_050, 4)])
+def test_positions_of_long_sequences(before, position_bytes):
+    """Tokens around positions that 16 bits do not hold, behind others that are taken for granted."""
+    fmt = make_format("K8V4 K4V2", 64, page_tokens=8, position_bytes=position_bytes)
+    manager = make_manager(fmt, layers=1, policy=KEEPS_ALL)
+    generator = torch.Generator().manual_seed(before)
+    manager.rows.grow(1, before, in_prompt=True)
+    begin_step(manager, [1], [40], [before])
+    place, row = torch.arange(40, device=DEVICE), torch.tensor([1], device=DEVICE)
+    key, value = vectors(manager.state, 40, generator)
+    append(manager.state, 0, key, value, row.expand(40), place, before + place)
+    begin_step(manager, [1], [3], [before + 40])
+    lens = (row, row * 0, row * 0 + 3, row * 0 + before + 40, row * 0)
+    new = vectors(manager.state, 3, generator)
+    outs = [[torch.full((before + 43, 2, 64), torch.nan, dtype=BF16, device=DEVICE) for _ in new] for _ in range(2)]
+    read_back(manager.state, 0, *new, *lens, *outs[0], before + 40)
+    reference(manager.state, 0, *new, *lens, *outs[1])
+    for got, expected, given in zip(*outs, (key, value), strict=True):
+        assert got[:before].isnan().all() and not got[before:].isnan().any()
+        assert close(got[before:], expected[before:]) < 4e-3 and close(got[before:-3], given) < 0.1

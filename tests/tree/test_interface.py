@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from itertools import groupby
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
+from sglang_diffkv.srt.hooks.table import process_batch_result, run_batch
 from sglang_diffkv.srt.scheduling.joint_admission import AdmissionRule
 from sglang_diffkv.srt.tree.events import RequestListener
 from sglang_diffkv.srt.tree.interface import NoTree, PrefixTree
@@ -117,7 +120,7 @@ def test_the_ledger_counts_what_a_tree_holds(locked: bool) -> None:
 
 
 def test_insertions_wait_until_results_are_out() -> None:
-    """A prompt and a chunk: of the two the prompt waits."""
+    """Inside, and not outside."""
     world = World(2000, exact=False)
     first, second = (world.start(world.tokens(60)) for _ in range(2))
     for req in (first, second):
@@ -125,9 +128,39 @@ def test_insertions_wait_until_results_are_out() -> None:
         world.launch(req)
     with world.tree.inserting_later():
         offer(world.tree, first)
-        offer(world.tree, second, chunked=True)
         assert not world.manager.segments.cached
     assert len(world.manager.segments.cached) == 1 and world.manager.rows.shared(first.kv.req_pool_idx) > 0
     offer(world.tree, second)
     assert len(world.manager.segments.cached) == 2
     world.tree.check_integrity()
+
+
+def test_results_come_before_what_follows_their_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What SGLang's scheduler calls: a pass and the copy of its results, then the results are sent."""
+    world, order = World(2000, exact=False), list[str]()
+    req = world.start(world.tokens(60))
+    world.plan(req)
+    step = world.manager.launch_step()
+    assert step is not None
+    for part, name in ((world.manager, "end_prompts"), (world.tree, "publish")):
+        called = getattr(part, name)
+        monkeypatch.setattr(
+            part, name, lambda *x, name=name, called=called, **y: order.append(name) or called(*x, **y)
+        )  # fmt: skip
+    mode = SimpleNamespace(is_idle=lambda: False, is_decode=lambda: False)
+    batch = SimpleNamespace(reqs=[req], forward_mode=mode)
+    nothing_runs = SimpleNamespace(reqs=[], batch_is_full=False)
+    scheduler = SimpleNamespace(token_to_kv_pool_allocator=world.allocator, running_batch=nothing_runs)
+
+    def passes(*_: Any) -> None:
+        world.manager.ops.reserve(torch.tensor([step.rows[0]]), torch.tensor([60]), 60)
+        world.manager.computed(step)
+        order.append("results on their way")
+
+    def sends(*_: Any) -> None:
+        offer(world.tree, req)
+        order.append("results sent")
+
+    run_batch(passes, scheduler, batch)
+    process_batch_result(sends, scheduler, batch)
+    assert order == ["results on their way", "end_prompts", "results sent", "publish"]
