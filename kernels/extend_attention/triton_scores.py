@@ -298,8 +298,8 @@ def earlier_tiles(
     TIER: tl.constexpr, TIERS: tl.constexpr, TOKENS: tl.constexpr, CHUNKS: tl.constexpr,
     L: tl.constexpr, H: tl.constexpr, SHARED: tl.constexpr,
 ):  # fmt: skip
-    """Tiles of a row's own tokens of earlier steps, ``CHUNKS`` a page, or with ``SHARED`` of those that it shares: the
-    first and the end, how many entries its table has, and the first position that is not among them."""
+    """Tiles of a row's own tokens of earlier steps, or with ``SHARED`` of those that it shares, ``CHUNKS`` a page: the
+    first and the end. Then the entries of its table, and the first position that is not among the tokens."""
     head_at = (row * L + layer) * H + head
     count = earlier_entries(entries, own_entry, write_slot, head_at, extend, TIER, TIERS, TOKENS)
     begin = tl.load(own_entry + head_at * TIERS + TIER) * CHUNKS
