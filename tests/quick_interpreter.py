@@ -30,6 +30,7 @@ def quick() -> Iterator[list[str]]:
             setattr(owner, name, make(before))
 
     replace(interpreter, "_patch_lang", lambda before: _wrapped_once(before, tl))
+    replace(interpreter, "_patch_attr", lambda before: _called_at_once(before, interpreter))
     replace(interpreter, "_get_np_dtype", lambda before: _numpy_dtype(before, tl))
     replace(TritonSemantic, "broadcast_impl_value", lambda before: _broadcast(before, core))
     replace(TritonSemantic, "binary_op_type_checking_impl", lambda before: _same_dtype(before, core))
@@ -75,6 +76,23 @@ def _wrapped_once(before: Any, tl: Any) -> Any:
         return scope
 
     return wrap
+
+
+def _called_at_once(before: Any, interpreter: Any) -> Any:
+    """A function of the language is called without its wrapper, which asks whether it is in a kernel."""
+
+    def patch(obj: Any, name: str, member: Any, builder: Any, scope: Any) -> None:
+        function, semantic = getattr(member, "__wrapped__", None), interpreter.interpreter_semantic
+        if function is None:
+            return before(obj, name, member, builder, scope)
+
+        def call(*args: Any, **named: Any) -> Any:
+            named["_semantic"] = semantic
+            return function(*args, **named)
+
+        scope.set_attr(obj, name, call)
+
+    return patch
 
 
 def _numpy_dtype(before: Any, tl: Any) -> Any:

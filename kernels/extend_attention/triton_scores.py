@@ -282,6 +282,58 @@ def fold_scores(
     tl.store(score_ptr, seen / tl.maximum((queries + after - before).to(tl.float32), 1.0), mask=in_view)
 
 
+@triton.jit
+def observers_of(since, every, b, WINDOWED: tl.constexpr, SAMPLED: tl.constexpr):
+    """From which position on all queries of request ``b`` count, and the step between those before that count."""
+    all_from = 0
+    step = 1
+    if WINDOWED:
+        all_from = tl.load(since + b).to(tl.int32)
+        if SAMPLED:
+            step = tl.load(every + b).to(tl.int32)
+    return all_from, step
+
+
+@triton.jit
+def earlier_tiles(
+    entries, own_entry, write_slot, row, layer, head, prefix, extend, shared_len,
+    TIER: tl.constexpr, TIERS: tl.constexpr, TOKENS: tl.constexpr, CHUNKS: tl.constexpr,
+    L: tl.constexpr, H: tl.constexpr, SHARED: tl.constexpr,
+):  # fmt: skip
+    """Tiles of a row's own tokens of earlier steps, or with ``SHARED`` of those that it shares, ``CHUNKS`` a page: the
+    first and the end. Then the entries of its table, and the first position that is not among the tokens."""
+    head_at = (row * L + layer) * H + head
+    count = earlier_entries(entries, own_entry, write_slot, head_at, extend, TIER, TIERS, TOKENS)
+    begin = tl.load(own_entry + head_at * TIERS + TIER) * CHUNKS
+    end = count * CHUNKS
+    most = prefix
+    if SHARED:
+        end = begin
+        begin = 0
+        most = shared_len
+    return begin, end, count, most
+
+
+@triton.jit
+def earlier_tokens(
+    tile, count, most, row, layer, head, pages, page_table, range_lo, range_hi, row_blocks,
+    TIER: tl.constexpr, TOKENS: tl.constexpr, CHUNKS: tl.constexpr, N: tl.constexpr, POSITIONS: tl.constexpr,
+    PAGE_BYTES: tl.constexpr, MAX_BLOCKS: tl.constexpr, L: tl.constexpr, H: tl.constexpr,
+):  # fmt: skip
+    """``N`` slots of a tile of ``earlier_tiles``: their page's first byte, their numbers, which exist, pointers to them
+    as int32, positions, and which hold tokens before ``most``."""
+    page, lo, hi = tile_page(
+        tile, count, row_blocks, page_table, range_lo, range_hi, row, layer, head, TIER, CHUNKS, MAX_BLOCKS, L, H
+    )
+    slot = (tile % CHUNKS) * N + tl.arange(0, N)
+    live = slot < TOKENS
+    page_at = page.to(tl.int64) * PAGE_BYTES
+    numbers = (pages + page_at).to(tl.pointer_type(tl.int32)) + slot
+    position = load_positions(pages + page_at, POSITIONS, slot, live)
+    in_view = live & (position >= lo) & (position < tl.minimum(hi, most))
+    return page_at, slot, live, numbers, position, in_view
+
+
 @triton.jit(
     do_not_specialize=["layer", "request", "shared_len"],
     do_not_specialize_on_alignment=[
@@ -324,39 +376,25 @@ def page_scores_kernel(
     raw_type: tl.constexpr = q.dtype.element_ty
     dot_type: tl.constexpr = raw_type if ASM else tl.float32
     row = tl.load(rows + b).to(tl.int64)
-    head_at = (row * L + layer) * H + head
     start = tl.load(starts + b)
-    extend = tl.load(extend_lens + b).to(tl.int32)
-    count = earlier_entries(entries, own_entry, write_slot, head_at, extend, TIER, TIERS, TOKENS)
     prefix = tl.load(prefix_lens + b).to(tl.int32)
+    extend = tl.load(extend_lens + b).to(tl.int32)
+    all_from, step = observers_of(since, every, b, WINDOWED, SAMPLED)
     silent = 0  # new tokens before those that all count
-    all_from = 0
-    step = 1
     if WINDOWED:
-        all_from = tl.load(since + b).to(tl.int32)
         silent = tl.minimum(tl.maximum(all_from - prefix, 0), extend)
-        if SAMPLED:
-            step = tl.load(every + b).to(tl.int32)
     m = tl.arange(0, M)
     kcol = tl.arange(0, KWP)
-    begin_tile = tl.load(own_entry + head_at * TIERS + TIER) * CHUNKS
-    end_tile = count * CHUNKS
-    most = prefix
-    if SHARED:
-        end_tile = begin_tile
-        begin_tile = 0
-        most = shared_len
+    begin_tile, end_tile, count, most = earlier_tiles(
+        entries, own_entry, write_slot, row, layer, head, prefix, extend, shared_len,
+        TIER, TIERS, TOKENS, CHUNKS, L, H, SHARED,
+    )  # fmt: skip
     for tile in range(begin_tile + tl.program_id(2), end_tile, tl.num_programs(2)):
-        page, lo, hi = tile_page(
-            tile, count, row_blocks, page_table, range_lo, range_hi, row, layer, head, TIER, CHUNKS, MAX_BLOCKS, L, H
-        )
-        slot = (tile % CHUNKS) * N + tl.arange(0, N)
-        live = slot < TOKENS
-        page_at = page.to(tl.int64) * PAGE_BYTES
-        numbers = (pages + page_at).to(tl.pointer_type(tl.int32)) + slot
+        page_at, slot, live, numbers, position, in_view = earlier_tokens(
+            tile, count, most, row, layer, head, pages, page_table, range_lo, range_hi, row_blocks,
+            TIER, TOKENS, CHUNKS, N, POSITIONS, PAGE_BYTES, MAX_BLOCKS, L, H,
+        )  # fmt: skip
         words = pages.to(tl.pointer_type(raw_type if RAW else tl.int16)) + page_at // 2
-        position = load_positions(pages + page_at, POSITIONS, slot, live)
-        in_view = live & (position >= lo) & (position < tl.minimum(hi, most))
         kmask = live[:, None] & (kcol[None, :] < KW)
         kptr = words + KEYS // 2 + slot[:, None] * (KW * chunks_of(KB)) + kcol[None, :]
         k = load_words(kptr, kmask, KW, KB)  # [N, KWP] each
@@ -416,34 +454,19 @@ def fold_sums_kernel(
     head = tl.program_id(1)
     CHUNKS: tl.constexpr = ceil_div(TOKENS, N)
     row = tl.load(rows + b).to(tl.int64)
-    head_at = (row * L + layer) * H + head
-    extend = tl.load(extend_lens + b).to(tl.int32)
-    count = earlier_entries(entries, own_entry, write_slot, head_at, extend, TIER, TIERS, TOKENS)
     prefix = tl.load(prefix_lens + b).to(tl.int32)
-    all_from = 0
-    step = 1
-    if WINDOWED:
-        all_from = tl.load(since + b).to(tl.int32)
-        if SAMPLED:
-            step = tl.load(every + b).to(tl.int32)
-    begin_tile = tl.load(own_entry + head_at * TIERS + TIER) * CHUNKS
-    end_tile = count * CHUNKS
-    most = prefix
-    if SHARED:
-        end_tile = begin_tile
-        begin_tile = 0
-        most = shared_len
+    extend = tl.load(extend_lens + b).to(tl.int32)
+    all_from, step = observers_of(since, every, b, WINDOWED, SAMPLED)
     sums_of = sums + head.to(tl.int64) * total + tl.load(into + b)
+    begin_tile, end_tile, count, most = earlier_tiles(
+        entries, own_entry, write_slot, row, layer, head, prefix, extend, shared_len,
+        TIER, TIERS, TOKENS, CHUNKS, L, H, SHARED,
+    )  # fmt: skip
     for tile in range(begin_tile + tl.program_id(2), end_tile, tl.num_programs(2)):
-        page, lo, hi = tile_page(
-            tile, count, row_blocks, page_table, range_lo, range_hi, row, layer, head, TIER, CHUNKS, MAX_BLOCKS, L, H
-        )
-        slot = (tile % CHUNKS) * N + tl.arange(0, N)
-        live = slot < TOKENS
-        page_at = page.to(tl.int64) * PAGE_BYTES
-        numbers = (pages + page_at).to(tl.pointer_type(tl.int32)) + slot
-        position = load_positions(pages + page_at, POSITIONS, slot, live)
-        in_view = live & (position >= lo) & (position < tl.minimum(hi, most))
+        _, _, _, numbers, position, in_view = earlier_tokens(
+            tile, count, most, row, layer, head, pages, page_table, range_lo, range_hi, row_blocks,
+            TIER, TOKENS, CHUNKS, N, POSITIONS, PAGE_BYTES, MAX_BLOCKS, L, H,
+        )  # fmt: skip
         received = tl.load(sums_of + tl.where(in_view, position, 0), mask=in_view, other=0.0)
         fold_scores(
             received, numbers, position, in_view, shared_scores, shared_len, prefix, extend, all_from, step, layer,

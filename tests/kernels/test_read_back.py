@@ -37,6 +37,7 @@ def parts_of(lens: list[int]) -> torch.Tensor:
     return each.cumsum(0) - each
 
 
+@pytest.mark.cover(2)
 @pytest.mark.parametrize("dtype", [BF16, torch.float16])
 @pytest.mark.parametrize("turns", ROTATIONS)
 @pytest.mark.parametrize(

@@ -128,7 +128,7 @@ def reference_of(policy: Policy) -> OpsOf:
     return lambda state: ReferenceOps(state, policy)
 
 
-@pytest.mark.cover(2)
+@pytest.mark.cover(1)
 @pytest.mark.parametrize("means", [False, True], ids=["", "means"])
 @pytest.mark.parametrize("rotated", ["none", "both", "keys"])
 @pytest.mark.parametrize(

@@ -84,16 +84,15 @@ def test_replies_are_those_of_a_roomy_pool(server_of: Callable[..., Server]) -> 
     assert _one_token_passes(server)
 
 
+@pytest.mark.full  # quick: replies of a roomy pool, and new weights
 @pytest.mark.parametrize(
     ("config", "args"),
     [
         (COMPRESSED, ()),
-        pytest.param(EXACT, (*ALONE, *CHUNKED), marks=pytest.mark.full),
-        *(
-            pytest.param(config, args, marks=pytest.mark.full)
-            for config, args in ((COMPRESSED, ALONE), (EXACT, ()), (COMPRESSED, CHUNKED), (LOSSLESS, ALONE))
-        ),
-        pytest.param(COMPRESSED, ("--schedule-policy", "lpm"), marks=pytest.mark.full),
+        (EXACT, (*ALONE, *CHUNKED)),
+        *((COMPRESSED, args) for args in (ALONE, CHUNKED, ("--schedule-policy", "lpm"))),
+        (EXACT, ()),
+        (LOSSLESS, ALONE),
     ],
     ids=str,
 )
@@ -212,7 +211,7 @@ def test_new_weights_get_nothing_of_old_ones(server: Server) -> None:
     server.flush_cache()
     assert server.post("/update_weights_from_disk", {**update, "flush_cache": True}).json()["success"]
     _until_one_is_kept(server, 44, kept)
-    _check_balanced(server)
+    assert _check_balanced(server)["restored"]
     assert server.log_text().count("retracted requests are computed again until the cache is flushed") == 1
 
 

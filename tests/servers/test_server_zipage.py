@@ -173,7 +173,7 @@ def test_no_more_run_than_have_query_slots(server_of: Callable[..., Server]) -> 
 @pytest.mark.parametrize(
     ("tiers", "asynchronous"),
     [
-        (["BF16"], False),
+        pytest.param(["BF16"], False, marks=pytest.mark.full),
         (["BF16"], True),
         pytest.param(["K8V4", "K4V2"], False, marks=pytest.mark.full),
         pytest.param(["K8V4", "K4V2"], True, marks=pytest.mark.full),

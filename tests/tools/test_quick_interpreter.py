@@ -46,7 +46,7 @@ def as_before():
 with quick() as names:
     quickly, once_more = run(), run()
 assert names == [
-    "_patch_lang", "_get_np_dtype", "broadcast_impl_value", "binary_op_type_checking_impl",
+    "_patch_lang", "_patch_attr", "_get_np_dtype", "broadcast_impl_value", "binary_op_type_checking_impl",
     "binary_op_sanitize_overflow_impl", "__init__", "with_element_ty", "__init__",
 ], names
 assert as_before(), "a launch has left the language wrapped"

@@ -383,10 +383,11 @@ class ExactTreeMachine(TreeMachine):
 
 
 def machine_settings(steps: int) -> settings:
-    """Of a state machine: fewer and longer examples, which are not shrunk."""
+    """Of a state machine: fewer and longer examples, which are not shrunk. Quick ones have two thirds of the steps."""
+    examples = settings.default.max_examples // 4
     return settings(
-        max_examples=settings.default.max_examples // 4,
-        stateful_step_count=steps,
+        max_examples=examples,
+        stateful_step_count=steps if examples >= 25 else steps * 2 // 3,
         deadline=None,
         suppress_health_check=list(HealthCheck),
         phases=[Phase.explicit, Phase.reuse, Phase.generate],

@@ -138,7 +138,10 @@ def test_without_pages_for_a_copy_a_path_is_found_in_part(monkeypatch):
     for _ in range(150):
         chat = chat + world.tokens(1)
         (found,) = run(world, [chat])
-    assert 0 < found < len(chat) - 1
+        if 0 < found < len(chat) - 1:
+            break
+    else:
+        pytest.fail("all of the path is found")
     assert not world.tree.joiner.joined
 
 
@@ -196,7 +199,7 @@ class Fuzz:
 
 @FIDELITIES
 @pytest.mark.parametrize(
-    ("seed", "batches"), [(0, 15), *(pytest.param(seed, 150, marks=pytest.mark.full) for seed in range(1, 9))]
+    ("seed", "batches"), [(0, 10), *(pytest.param(seed, 150, marks=pytest.mark.full) for seed in range(1, 9))]
 )
 def test_the_cache_finds_what_stock_finds(seed, batches, exact):
     """A batch is 4 requests on average."""
