@@ -238,4 +238,5 @@ def create_prefix_cache(ctx: Any) -> Any:
     config = load_config()
     exact = config.prefix_fidelity == "exact"
     store = opened(ctx.server_args, ctx.model_config, config)
-    return build_prefix_cache(ctx.params, config.share_min_tokens, exact=exact, store=store)
+    keeps = config.keep_seconds > 0
+    return build_prefix_cache(ctx.params, config.share_min_tokens, exact=exact, store=store, keeps=keeps)
