@@ -14,6 +14,7 @@ MOST_TOKENS = 1 << 30
 MOST_LAYERS = MOST_KV_HEADS = 1024
 MOST_FACTOR = 1e6
 MOST_WINDOW = 4096
+MOST_KEEP_SECONDS = 86_400
 MOST_KEY_MEAN = 1e4
 """Of a file of key means: above what any model's keys reach, and small enough that float32 keeps what is left."""
 MOST_PATH = 4096
@@ -26,6 +27,8 @@ Tokens = Annotated[int, Field(strict=True, ge=0, le=MOST_TOKENS)]
 SomeTokens = Annotated[int, Field(strict=True, ge=1, le=MOST_TOKENS)]
 PageTokens = Annotated[int, Field(strict=True, ge=4, le=256)]
 Window = Annotated[int, Field(strict=True, ge=1, le=MOST_WINDOW)]
+KeepSeconds = Annotated[int, Field(strict=True, ge=1, le=MOST_KEEP_SECONDS)]
+MostKeepSeconds = Annotated[int, Field(strict=True, ge=0, le=MOST_KEEP_SECONDS)]
 RequestWindow = Annotated[int, Field(strict=True, ge=0, le=MOST_WINDOW)]
 Observers = Annotated[int, Field(strict=True, ge=1, le=256)]
 Sinks = Annotated[int, Field(strict=True, ge=0, le=4096)]

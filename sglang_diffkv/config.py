@@ -9,7 +9,16 @@ from typing import Annotated, Any, Literal, get_args
 
 from pydantic import Field, ValidationError, field_validator, model_validator
 
-from sglang_diffkv.bounds import MOST_WINDOW, Fraction, HostGib, PageTokens, PathName, RequestWindow, SomeTokens
+from sglang_diffkv.bounds import (
+    MOST_WINDOW,
+    Fraction,
+    HostGib,
+    MostKeepSeconds,
+    PageTokens,
+    PathName,
+    RequestWindow,
+    SomeTokens,
+)
 from sglang_diffkv.errors import ConfigError
 from sglang_diffkv.files import MOST_BYTES, named, parse_json, read_text
 from sglang_diffkv.kernels.rotate.reference import Rotation
@@ -82,6 +91,8 @@ class DiffKVConfig(Strict):
         high_requests: the share of the pool that requests which keep all their tokens in the high tier may take
             together. 0: they are refused. Requests ask for that by ``custom_params``, see ``docs/operate.md``.
         request_window: the largest window that a request may ask for itself, by ``custom_params``. 0: none may.
+        keep_seconds: the longest time for which a request may ask, by ``custom_params``, that what it leaves in the
+            prefix cache be evicted last. 0: none may.
         gpu_ops: what a GPU server runs on: ``triton``, or ``reference`` for the plain PyTorch oracle, which needs
             --disable-cuda-graph and --disable-overlap-schedule. A CPU server always runs on the reference.
         prefill: what computes the attention of new tokens on a GPU: ``fa3`` (FlashAttention-3), ``flashinfer``,
@@ -126,6 +137,7 @@ class DiffKVConfig(Strict):
     host_gib: HostGib | None = None
     high_requests: Fraction = 1.0
     request_window: RequestWindow = MOST_WINDOW
+    keep_seconds: MostKeepSeconds = 0
     gpu_ops: Literal["triton", "reference"] = "triton"
     prefill: Literal["auto", "fa3", "flashinfer", "triton"] = "auto"
     decode: Literal["auto", "cuda", "triton"] = "auto"

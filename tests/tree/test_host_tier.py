@@ -25,6 +25,7 @@ from sglang_diffkv.mem_pool.page_manager import PageManager
 from sglang_diffkv.mem_pool.saved_rows import Needed
 from sglang_diffkv.mem_pool.saved_segments import SavedSegment
 from sglang_diffkv.policies.uniform import UniformPolicy
+from sglang_diffkv.srt.tree import host_tier
 from sglang_diffkv.srt.tree.host_index import Part
 from sglang_diffkv.srt.tree.host_tier import SELECTIVE, WRITE_BACK, WRITE_THROUGH, HostTier
 from sglang_diffkv.srt.tree.private_space import HighSpace, WindowSpace
@@ -599,6 +600,22 @@ def launches_of(turns: int) -> tuple[int, int]:
 def test_many_parts_are_copied_with_few_launches_more_than_one() -> None:
     (out, back), (out_of_8, back_of_8) = launches_of(1), launches_of(4)
     assert out_of_8 - out <= 18 and back_of_8 - back <= 18, "three launches more for each part, of its bytes"
+
+
+def test_large_segments_are_listed_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the device takes to list several is as many times what the largest takes."""
+    monkeypatch.setattr(host_tier, "LISTED_AT_ONCE", 1)
+    world = World(900, exact=False, host_pages=400, write_policy=WRITE_THROUGH)
+    prompts, other = [world.tokens(60) for _ in range(2)], world.prompt(world.tokens(30))
+    for tokens in prompts:
+        served(world, tokens)
+    world.manager.counts.settle()
+    held = []
+    for _ in range(5):
+        world.requests.scheduling_begins([])
+        held.append(len(host_of(world).saved.held))
+    assert held == [1, 2, 3, 4, 4], "prompts and their ends"
+    world.leave(other)
 
 
 def test_without_room_for_all_parts_the_first_ones_come_back() -> None:

@@ -63,7 +63,7 @@ class TreeMachine(RuleBasedStateMachine):
     keeps_retracted = True
     page_tokens = 8
     page_size = 1
-    sessions = False
+    sessions = keeps = False
 
     def __init__(self, ranks: Ranks | None = None) -> None:
         super().__init__()
@@ -82,7 +82,7 @@ class TreeMachine(RuleBasedStateMachine):
         )
         params = CacheInitParams(False, self.pool, self.allocator, self.page_size, enable_kv_cache_events=True)
         params.enable_session_radix_cache = self.sessions
-        self.tree = build_prefix_cache(params, SHARE_MIN, exact=self.exact)
+        self.tree = build_prefix_cache(params, SHARE_MIN, exact=self.exact, keeps=self.keeps)
         self.listener = Listener(self.tree)
         self.running: list[Any] = []
         self.random = random.Random(0)

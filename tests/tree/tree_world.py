@@ -41,6 +41,7 @@ class World:
         eviction: str = "lru",
         eviction_config: dict[str, int] | None = None,
         sessions: bool = False,
+        keeps: bool = False,
         rows: int = 8,
         segments: int = 40,
         share_min: int = 24,
@@ -77,7 +78,7 @@ class World:
         params.enable_session_radix_cache = sessions
         if eviction_config is not None:
             params.eviction_policy_config = eviction_config
-        self.tree: Any = build_prefix_cache(params, share_min, exact=exact)
+        self.tree: Any = build_prefix_cache(params, share_min, exact=exact, keeps=keeps)
         self.listener = Listener(self.tree)
         self.random = random.Random(1)
 

@@ -7,6 +7,8 @@ the share of its pool that they have together.
 
 A request may have a ``window`` of its own. It finds cached prompts of requests with the same one only: what the tree
 has of a prompt ends where its window began.
+
+And it may ask to ``keep`` what it leaves in the prefix cache, for so many seconds (``tree/kept_prefixes.py``).
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ from typing import Any, Literal
 
 from pydantic import Field, ValidationError
 
-from sglang_diffkv.bounds import Window
+from sglang_diffkv.bounds import KeepSeconds, Window
 from sglang_diffkv.config import DiffKVConfig
 from sglang_diffkv.errors import ConfigError
 from sglang_diffkv.files import shown
@@ -40,10 +42,12 @@ class RequestFields(Strict):
         tier: ``default``: as the server's policy has it. ``high``: all tokens stay in the server's highest tier.
             ``lossless``: the same, if that tier stores what the model computed.
         window: newest tokens that stay in the highest tier in any case; None: as many as the server's policy says.
+        keep: seconds for which what it leaves in the prefix cache is evicted last.
     """
 
     tier: Literal["default", "high", "lossless"] = Field(default="default", description="where its tokens stay")
     window: Window | None = Field(default=None, description="newest tokens that stay in the highest tier")
+    keep: KeepSeconds | None = Field(default=None, description="seconds for which its prefix is evicted last")
 
 
 def fields_of(params: Any) -> RequestFields:
@@ -102,7 +106,7 @@ class Fidelity:
         self.ledger, self.manager = ledger, ledger.manager
         self.share, self.refused, self._method = config.high_requests, 0, config.method.name
         self._lossless_obstacle = lossless_obstacle(config)
-        self._exact = config.prefix_fidelity == "exact"
+        self._exact, self._keeps = config.prefix_fidelity == "exact", config.keep_seconds
 
     @property
     def most_tokens(self) -> int:
@@ -113,7 +117,7 @@ class Fidelity:
         """Look at a request that has come, once. What is wrong with what it asks for, on one line; empty if nothing
         is."""
         req.diffkv_keeps_high = req.diffkv_grows_whole = False
-        req.diffkv_window = None
+        req.diffkv_window, req.diffkv_keep = None, 0
         if getattr(req, "to_finish", None) is not None:
             return ""  # SGLang has refused it
         try:
@@ -122,9 +126,12 @@ class Fidelity:
                 self._check(asked.tier, len(req.origin_input_ids))
             if asked.window is not None:
                 self._check_window(asked.tier, asked.window)
+            if asked.keep is not None:
+                self._check_keep(asked.keep)
         except ConfigError as error:
             self.refused += 1
             return f"DiffKV: {error}"
+        req.diffkv_keep = asked.keep or 0
         # Where the policy moves no token all requests are such ones, and share prefixes.
         req.diffkv_keeps_high = req.diffkv_grows_whole = asked.tier != "default" and self.manager.high.allowed
         windows, usual = self.manager.windows, self.manager.policy.window
@@ -183,6 +190,17 @@ class Fidelity:
             raise ConfigError(
                 f"{asked}this server gives a request {windows.most:,} at most: ask for fewer, or start the server with "
                 "a larger request_window"
+            )
+
+    def _check_keep(self, seconds: int) -> None:
+        """Raise ConfigError if a request cannot keep what it leaves for so long."""
+        asked = f"{PLACE}.keep is {seconds:,}, and "
+        if not self._keeps:
+            raise ConfigError(f'{asked}this server keeps nothing for requests ("keep_seconds": 0): drop the field')
+        if seconds > self._keeps:
+            raise ConfigError(
+                f"{asked}this server keeps prefixes for {self._keeps:,} seconds at most: ask for fewer, or start the "
+                "server with more keep_seconds"
             )
 
     def waits(self, req: Any, running: Sequence[Any], ratio: float) -> bool:

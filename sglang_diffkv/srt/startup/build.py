@@ -251,4 +251,5 @@ def create_prefix_cache(ctx: Any) -> Any:
     store = opened(ctx.server_args, ctx.model_config, config)
     page_size = 1 if ctx.disable_radix_cache else compat.tree_page_size(ctx.server_args)
     params = replace(ctx.params, page_size=page_size)
-    return build_prefix_cache(params, config.share_min_tokens, exact=exact, store=store)
+    keeps = config.keep_seconds > 0
+    return build_prefix_cache(params, config.share_min_tokens, exact=exact, store=store, keeps=keeps)

@@ -29,9 +29,10 @@ from sglang_diffkv.srt.tree.events import RequestListener
 from sglang_diffkv.srt.tree.exact_prompts import ExactPrompts
 from sglang_diffkv.srt.tree.host_tier import HostTier
 from sglang_diffkv.srt.tree.interface import NoTree, PrefixTree
+from sglang_diffkv.srt.tree.kept_prefixes import KeptPrefixes
 from sglang_diffkv.srt.tree.kept_states import FreedStates, KeptStates
 from sglang_diffkv.srt.tree.kv_events import ToldHost, ToldNodes
-from sglang_diffkv.srt.tree.parts import ExactRule, HostPrefixes, NodeStates, Parts, Restoring, SessionRule
+from sglang_diffkv.srt.tree.parts import ExactRule, HostPrefixes, KeepRule, NodeStates, Parts, Restoring, SessionRule
 from sglang_diffkv.srt.tree.path_joining import PathJoiner
 from sglang_diffkv.srt.tree.prefix_cache import DiffKVPrefixCache
 from sglang_diffkv.srt.tree.retracted import Retracted
@@ -48,19 +49,21 @@ def build_lifecycle(
     return requests
 
 
-def build_prefix_cache(params: Any, share_min_tokens: int, *, exact: bool, store: Store | None = None) -> Any:
+def build_prefix_cache(
+    params: Any, share_min_tokens: int, *, exact: bool, store: Store | None = None, keeps: bool = False
+) -> Any:
     """The prefix cache for SGLang's ``params``, with all parts around it, connected with the life of requests.
 
     Args:
         share_min_tokens: see ``DiffKVConfig``. exact: whether its ``prefix_fidelity`` is ``exact``. store:
-            behind the host's memory, if there is one.
+            behind the host's memory, if there is one. keeps: whether requests may ask to keep prefixes.
     """
     requests: RequestLifecycle = params.token_to_kv_pool_allocator.requests
     ledger = requests.ledger
     tree = prefix_cache_class()(params, ledger, share_min_tokens)
     ledger.manager.counts.tell_counted(tree.count)
     recorder = tree.event_recorder()
-    parts = _without_prefixes(tree) if tree.disable else _around(tree, share_min_tokens, exact, store)
+    parts = _without_prefixes(tree) if tree.disable else _around(tree, share_min_tokens, exact, store, keeps)
     if recorder is not None:
         tree.tell_of_nodes(ToldNodes(tree, *recorder))
         if isinstance(parts.host, HostTier):
@@ -76,7 +79,7 @@ def _without_prefixes(tree: DiffKVPrefixCache) -> Parts:
     return Parts(compression=_compression(tree.ledger, tree, ExactRule()), states=states)
 
 
-def _around(tree: DiffKVPrefixCache, share_min_tokens: int, exact: bool, store: Store | None) -> Parts:
+def _around(tree: DiffKVPrefixCache, share_min_tokens: int, exact: bool, store: Store | None, keeps: bool) -> Parts:
     """The parts around a tree. What the page manager freezes for it is decided here, too."""
     ledger, manager = tree.ledger, tree.manager
     states = KeptStates(tree, share_min_tokens) if has_states(tree.req_to_token_pool) else None
@@ -97,10 +100,12 @@ def _around(tree: DiffKVPrefixCache, share_min_tokens: int, exact: bool, store: 
             described = (manager.state.dtype, store.model, store.configuration, manager.ranks)
             origin = Origin.of(manager.geometry, *described)
             host.store_in(StoredSegments(manager.saved_segments, store.objects, origin), store.prefetch)
+    refs = SessionRefs(tree) if tree.enable_session_radix_cache or keeps else None
     return Parts(
         compression=_compression(ledger, tree, rule),
         states=states or NodeStates(),
-        sessions=SessionRefs(tree) if tree.enable_session_radix_cache else SessionRule(),
+        sessions=refs or SessionRule(),
+        kept=KeptPrefixes(refs) if refs is not None and keeps else KeepRule(),
         exact=rule,
         joiner=PathJoiner(tree),
         retracted=retracted,

@@ -8,10 +8,11 @@ Listeners hear each event in this order (``Parts.listeners``):
 1. ``CompressionScheduler`` (scheduling), where requests hold a budget;
 2. ``KeptStates``, of a model with layers that do not attend;
 3. ``SessionRefs``, where sessions refer to what they have left;
-4. ``ExactPrompts``, with exact prefix fidelity;
-5. ``PathJoiner``, where there is a prefix cache;
-6. ``Retracted``, where retracted requests go to host memory;
-7. ``HostTier``, where evicted prefixes do.
+4. ``KeptPrefixes``, where requests may ask for that;
+5. ``ExactPrompts``, with exact prefix fidelity;
+6. ``PathJoiner``, where there is a prefix cache;
+7. ``Retracted``, where retracted requests go to host memory;
+8. ``HostTier``, where evicted prefixes do.
 
 The scheduler's events come from ``scheduling/lifecycle.py``. Those of publication and ``reset`` come from the tree,
 which SGLang calls. ``startup/wiring.py`` makes the parts.

@@ -54,6 +54,9 @@ WRITE_BACK, WRITE_THROUGH, SELECTIVE = "write_back", "write_through", "write_thr
 WRITTEN_AT_ONCE = 8
 """Segments that are copied between two passes, at most: they take a share of the bus."""
 
+LISTED_AT_ONCE = 1 << 17
+"""Of these the device lists so many pages at most, each as many as the largest: some tens of MiB."""
+
 FREED_AT_ONCE = 128
 """Of a full host memory this part at least is freed together."""
 
@@ -135,12 +138,17 @@ class HostTier(HostPrefixes):
             segment = node.segment
             if segment is not None and (node.lock_ref > 0 or segment.row in self.manager.counts.uncounted):
                 continue
+            if chosen and segment is not None and not self._listed_together([*chosen, segment]):
+                continue  # the next time
             del self._unwritten[node]
             if segment not in chosen and self._is_to_be_written(node):
                 chosen[segment] = node
                 if len(chosen) == WRITTEN_AT_ONCE:
                     break
         self._write(list(chosen.values()))
+
+    def _listed_together(self, segments: list[Segment]) -> bool:
+        return len(segments) * max(segment.pages for segment in segments) <= LISTED_AT_ONCE
 
     def _arrived(self) -> None:
         """Take over what is on the host by now, on all ranks."""

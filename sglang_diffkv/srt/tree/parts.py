@@ -84,6 +84,14 @@ class SessionRule(RequestListener):
         """Raise AssertionError unless references are to the tree's ``nodes``."""
 
 
+class KeepRule(RequestListener):
+    """Which prefixes requests ask to keep; here none may be."""
+
+    def report(self) -> dict[str, object]:
+        """For ``/server_info``."""
+        return {}
+
+
 class PathRule(RequestListener):
     """Whether small segments of a path become one; here they do not.
 
@@ -210,6 +218,7 @@ class Parts:
     compression: RequestListener = field(default_factory=RequestListener)
     states: NodeStates = field(default_factory=NodeStates)
     sessions: SessionRule = field(default_factory=SessionRule)
+    kept: KeepRule = field(default_factory=KeepRule)
     exact: ExactRule = field(default_factory=ExactRule)
     joiner: PathRule = field(default_factory=PathRule)
     retracted: Restoring = field(default_factory=Restoring)
@@ -218,4 +227,5 @@ class Parts:
     @property
     def listeners(self) -> Sequence[RequestListener]:
         """All of them, in the order in which they hear of events."""
-        return self.compression, self.states, self.sessions, self.exact, self.joiner, self.retracted, self.host
+        first = self.compression, self.states, self.sessions, self.kept
+        return *first, self.exact, self.joiner, self.retracted, self.host

@@ -69,7 +69,7 @@ class DiffKVPrefixCache(EvictingTree):
     def connect(self, parts: Parts) -> None:
         """The optional parts around the tree."""
         self.states, self.exact, self.joiner, self.retracted = parts.states, parts.exact, parts.joiner, parts.retracted
-        self.sessions, self.host = parts.sessions, parts.host
+        self.sessions, self.kept, self.host = parts.sessions, parts.kept, parts.host
         self.listeners: Sequence[RequestListener] = parts.listeners
 
     def tell_of_nodes(self, told: NodeListener) -> None:
@@ -464,6 +464,7 @@ class DiffKVPrefixCache(EvictingTree):
             "pages_needed": needed,
             "pages_over_needed": held / needed if needed else 1.0,
             "joined": self.joiner.joined,
+            **self.kept.report(),
             **shape(self.root_node, self.manager.segments.counts_of.pages_each),
         }
 

@@ -8,6 +8,7 @@ and so to the paths to them.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Hashable, Iterable
 from typing import Any
 
 from sglang_diffkv.srt.tree.parts import SessionRule
@@ -22,7 +23,7 @@ class SessionRefs(SessionRule):
 
     def __init__(self, tree: DiffKVPrefixCache):
         self.tree = tree
-        self._ends: dict[str, set[Any]] = {}
+        self._ends: dict[Hashable, set[Any]] = {}
         self._generations: dict[str, int] = {}
         self._opened = 0
 
@@ -37,8 +38,8 @@ class SessionRefs(SessionRule):
         found = self._generations.get(session)
         return self.open(session) if found is None else found
 
-    def close(self, session: str) -> None:
-        self._generations.pop(session, None)
+    def close(self, session: Hashable) -> None:
+        self._generations.pop(session, None)  # type: ignore[call-overload]
         for node in self._ends.pop(session, ()):
             node.sessions.remove(session)
             self._count(node, self.tree.root_node, -1)
@@ -47,6 +48,8 @@ class SessionRefs(SessionRule):
 
     def published(self, req: Any, row: int, leaf: Any, length: int, *, ended: bool) -> None:
         """Of a request that has ended: its session refers to the path to ``leaf`` from now on."""
+        if not self.tree.enable_session_radix_cache:
+            return
         session: str | None = getattr(req, "session_id", None)
         if session is None:
             session = getattr(getattr(req, "session", None), "session_id", None)
@@ -54,6 +57,10 @@ class SessionRefs(SessionRule):
             return
         if req.session_generation is None or req.session_generation != self._generations.get(session):
             return
+        self.refer(session, leaf)
+
+    def refer(self, session: Hashable, leaf: Any) -> None:
+        """A session, or something else that no client names, refers to the path to ``leaf`` from now on."""
         ends = self._ends.setdefault(session, set())
         if leaf in ends:
             return
@@ -66,7 +73,15 @@ class SessionRefs(SessionRule):
             ends.remove(above)
             above.sessions.remove(session)
 
-    def _refer(self, session: str, node: Any) -> None:
+    def names(self) -> Iterable[Hashable]:
+        """Who refers to something."""
+        return self._ends.keys()
+
+    def refers(self, session: Hashable) -> bool:
+        """Whether something of what it refers to is left."""
+        return session in self._ends
+
+    def _refer(self, session: Hashable, node: Any) -> None:
         self._ends[session].add(node)
         node.sessions = getattr(node, "sessions", set()) | {session}
 

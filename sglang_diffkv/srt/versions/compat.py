@@ -184,6 +184,11 @@ def grows_whole(req: Any) -> bool:
     return getattr(req, "diffkv_grows_whole", False)
 
 
+def keep_seconds(req: Any) -> int:
+    """For which the request has asked to keep what it leaves; 0 if it has not."""
+    return getattr(req, "diffkv_keep", 0)
+
+
 def findable(req: Any) -> bool:
     """Whether the request goes on later, and SGLang will look for all its tokens in the prefix cache then. It does not
     where logprobs are asked for, of generated tokens too: it computes these again."""
