@@ -23,7 +23,7 @@ SERVED_SGLANG := $(filter-out 0.5.22,$(OTHER_SGLANG))
 # Hooks and refusals, SGLang's options, requests, the order of the queue and the tree at both fidelities: four servers that answer, and one with states;
 # and where SGLang chooses the cache's dtype.
 VERSION_TESTS := tests/servers/test_refusals.py tests/servers/test_hooks.py tests/servers/test_server_flags.py tests/servers/test_disk_store.py tests/servers/test_metrics.py \
-	tests/tree/test_queue_order.py tests/tree/test_session_refs.py \
+	tests/tree/test_queue_order.py tests/tree/test_session_refs.py tests/tree/test_page_size.py tests/servers/test_server_page_size.py \
 	tests/servers/test_server_queue_order.py::test_what_host_memory_has_goes_first_and_is_told_of \
 	tests/servers/test_server_queue_order.py::test_what_a_session_left_stays_until_it_is_closed \
 	tests/tree/test_admission.py tests/tree/test_exact_prompts.py tests/tree/test_tree_eviction.py tests/tree/test_prefix_cache.py tests/tree/test_prompt_tails.py \

@@ -147,6 +147,8 @@ TARGETS: Targets = {
     "create_worker": SPECULATIVE + "spec_info.SpeculativeAlgorithm.create_worker",
     "create_decode_backend": SPECULATIVE + "draft_utils.DraftBackendFactory.create_decode_backend",
     "create_draft_extend_backend": SPECULATIVE + "draft_utils.DraftBackendFactory.create_draft_extend_backend",
+    "update_mamba_state_after_mtp_verify": SRT
+    + "layers.attention.hybrid_linear_attn_backend.HybridLinearAttnBackend.update_mamba_state_after_mtp_verify",
 }
 """Hooks of the newest release, by the name of their function."""
 

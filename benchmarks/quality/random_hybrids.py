@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file, save_file
 
 from benchmarks.paths import NANO
 
@@ -61,6 +62,19 @@ def make_qwen3_next(folder: Path, *, large: bool = False) -> None:
     )
     save_random(folder, Qwen3NextForCausalLM, config)
     _add_interval(folder, len(kinds) // 2)
+    _add_prediction_layer(folder, config.hidden_size, kinds.index("full_attention"))
+
+
+def _add_prediction_layer(folder: Path, hidden: int, layer: int) -> None:
+    """A layer for the token after the next, which transformers leaves out: a copy of an attending ``layer``."""
+    path = folder / "model.safetensors"
+    tensors = load_file(path)
+    own, generator = f"model.layers.{layer}.", torch.Generator().manual_seed(1)
+    ahead = {name.replace(own, "mtp.layers.0."): x.clone() for name, x in tensors.items() if name.startswith(own)}
+    ahead["mtp.fc.weight"] = (torch.randn(hidden, 2 * hidden, generator=generator) / hidden**0.5).to(torch.bfloat16)
+    norms = ("mtp.pre_fc_norm_embedding.weight", "mtp.pre_fc_norm_hidden.weight", "mtp.norm.weight")
+    ahead |= {name: torch.zeros(hidden, dtype=torch.bfloat16) for name in norms}
+    save_file(tensors | ahead, path, metadata={"format": "pt"})
 
 
 def make_qwen3_5(folder: Path, *, large: bool = False) -> None:

@@ -8,12 +8,15 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from sglang_diffkv.capacity.model import read_model
+from sglang_diffkv.config import UNTRIED_ENV
 from sglang_diffkv.errors import UnsupportedError
 from sglang_diffkv.findings import Findings
 from sglang_diffkv.srt.doctor import _without_states
-from sglang_diffkv.srt.models.hybrids import check_paged_layers, describe_layers, paged_layers
+from sglang_diffkv.srt.models.hybrids import check_paged_layers, describe_layers, hybrid_problems, paged_layers
+from sglang_diffkv.srt.startup.draft_model import update_mamba_state_after_mtp_verify
 from sglang_diffkv.srt.versions import compat
 from sglang_diffkv.srt.versions import states as compat_states
 
@@ -38,6 +41,49 @@ def test_layers_that_attend_have_pages() -> None:
     assert paged_layers(hybrid) == (7,)
     hybrid.mambaish_config = None
     assert paged_layers(hybrid) == (4, 5, 6, 7)
+
+
+def test_states_go_back_to_the_last_draft_that_was_accepted() -> None:
+    """On a CPU, where SGLang's kernel for it does not run: chains of three drafts, of which one, all and none stay."""
+    layers, slots, chains, drafts = 2, 5, 3, 3
+    draw = torch.Generator().manual_seed(0)
+    caches = SimpleNamespace(
+        temporal=torch.randn(layers, slots, 2, 4, generator=draw),
+        conv=[torch.randn(layers, slots, 6, 3, generator=draw)],
+        intermediate_ssm=torch.randn(layers, chains, drafts, 2, 4, generator=draw),
+        intermediate_conv_window=[torch.randn(layers, chains, drafts, 6, 3, generator=draw)],
+    )
+    before = [caches.temporal.clone(), caches.conv[0].clone()]
+    rows = SimpleNamespace(get_speculative_mamba2_params_all_layers=lambda: caches)
+    metadata = SimpleNamespace(mamba_cache_indices=torch.tensor([4, 1, 2, 0], dtype=torch.int32))
+    backend = SimpleNamespace(linear_attn_backend=SimpleNamespace(req_to_token_pool=rows, forward_metadata=metadata))
+    update_mamba_state_after_mtp_verify(None, backend, torch.tensor([0, 2, -1]), None, None, None)
+    pairs = [(caches.temporal, caches.intermediate_ssm), (caches.conv[0], caches.intermediate_conv_window[0])]
+    for (states, each), old in zip(pairs, before):
+        assert torch.equal(states[:, 4], each[:, 0, 0]) and torch.equal(states[:, 1], each[:, 1, 2])
+        assert all(torch.equal(states[:, slot], old[:, slot]) for slot in (0, 2, 3)), "others' states stay"
+
+
+@pytest.mark.parametrize("alone", [True, False])
+def test_drafts_beside_states_need_no_prefix_cache(alone: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(UNTRIED_ENV, raising=False)
+    hybrid = _hybrid()
+    hybrid.model_config = SimpleNamespace(hf_text_config=None)
+    hybrid.server_args = SimpleNamespace(
+        disable_radix_cache=alone, chunked_prefill_size=64, speculative_algorithm="NGRAM", page_size=1
+    )
+    hybrid.device = "cpu"
+    found = list(hybrid_problems(hybrid))
+    assert not found if alone else "add --disable-radix-cache" in found[0]
+    if alone:
+        hybrid.server_args.speculative_algorithm = "NEXTN"
+        assert "use NGRAM" in next(hybrid_problems(hybrid))
+        hybrid.server_args.speculative_algorithm = "NGRAM"
+        hybrid.mambaish_config = SimpleNamespace(full_attention_layer_ids=[3, 7])
+        (other,) = hybrid_problems(hybrid)
+        assert "states other than those of a gated delta rule" in other
+    hybrid.device = "cuda"
+    assert any("drafts beside layers with states on a GPU" in x for x in hybrid_problems(hybrid))
 
 
 def test_pages_and_attention_are_in_the_same_layers() -> None:

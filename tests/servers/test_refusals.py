@@ -248,7 +248,7 @@ HYBRID = {"mambaish_config": SimpleNamespace(full_attention_layer_ids=[3, 7])}
         ({"mambaish_config": SimpleNamespace(full_attention_layer_ids=[])}, "no layer with keys and values"),
         (
             {**HYBRID, "server_args": SimpleNamespace(disable_radix_cache=True, speculative_algorithm="NGRAM")},
-            "drop --speculative-algorithm",
+            "states other than those of a gated delta rule.*drop --speculative-algorithm",
         ),
         (
             {**HYBRID, "server_args": SimpleNamespace(disable_radix_cache=True, enable_mixed_chunk=True)},

@@ -19,6 +19,7 @@ from sglang_diffkv.evaluate import client
 from sglang_diffkv.evaluate.client import Record
 from sglang_diffkv.evaluate.server import Server, stock_backend
 from sglang_diffkv.key_means import write_key_means
+from sglang_diffkv.srt.models.speculation import CHAIN
 from tests.servers.hybrid_models import KINDS, Hybrid, abort_some, load
 from tests.servers.identity import check_tokens, first_difference
 from tests.servers.shared import STRICT, SharedServer, check_idle, stats_of, tokens
@@ -31,6 +32,10 @@ SLOTS = 4
 ARGS = ("--disable-radix-cache", "--max-mamba-cache-size", str(SLOTS), "--max-total-tokens", "6000")
 CHUNKED = (*ARGS, "--chunked-prefill-size", "64")
 PROMPTS = [tokens(length, seed) for seed, length in enumerate((30, 70, 150, 300))]
+NGRAMS = (
+    *["--speculative-algorithm", "NGRAM", "--speculative-num-draft-tokens", "5", "--decode-log-interval", "2"],
+    *CHAIN.split(),
+)
 PAGED = 2
 """Layers of the models here that attend; two others have states."""
 
@@ -49,25 +54,34 @@ def _ask_stock(hybrid: Hybrid, shared_server: SharedServer) -> list[Record]:
     return _ask(shared_server.get(stock_backend(), args, model=hybrid.model, env=hybrid.stock_env))
 
 
+@pytest.mark.parametrize("drafts", [(), NGRAMS], ids=["", "n-grams"])
 def test_lossless_gives_the_tokens_of_transformers(
-    hybrid_of: Callable[[str], Hybrid], server_of: Callable[..., Server]
+    drafts: tuple[str, ...], hybrid_of: Callable[[str], Hybrid], server_of: Callable[..., Server]
 ) -> None:
-    """Over chunks and in a batch, with all that SGLang and the placeholder's kernels do to states."""
+    """Over chunks and in a batch, with all that SGLang and the placeholder's kernels do to states. Behind a chain of
+    drafts they are those of the last that was accepted: most chains are rejected, some are right."""
     from transformers import AutoModelForCausalLM
 
     hybrid = hybrid_of("qwen3_next")
     env = {**STRICT, **hybrid.env}
-    server = server_of("diffkv", CHUNKED, model=hybrid.model, config={"tiers": ["BF16"]}, env=env)
-    found = client.run(server.url, PROMPTS[:3], 10, concurrency=3, top_logprobs=2)
+    server = server_of("diffkv", (*CHUNKED, *drafts), model=hybrid.model, config={"tiers": ["BF16"]}, env=env)
+    asked = PROMPTS[:3]
+    found = client.run(server.url, asked, 10, concurrency=3, top_logprobs=2)
+    if drafts:  # of what was said before
+        asked = [*asked, *(x + y.output_ids[:2] for x, y in zip(asked, found))]
+        found += client.run(server.url, asked[3:], 8, top_logprobs=2)
+        assert server.server_info()["internal_states"][0]["avg_spec_accept_length"] > 1, "some drafts are right"
     network = AutoModelForCausalLM.from_pretrained(hybrid.model, dtype=torch.bfloat16).eval()
     best = equal = 0
-    for prompt, record in zip(PROMPTS, found):
+    for prompt, record in zip(asked, found, strict=True):
         with torch.no_grad():
             logits = network(torch.tensor([prompt + record.output_ids])).logits[0, len(prompt) - 1 : -1].float()
         chosen = logits.gather(1, torch.tensor(record.output_ids)[:, None])[:, 0]
         best += int((logits.max(1).values - chosen <= 0.25).sum())
         equal += len(record.output_ids)
-    assert best == equal == 30, "tokens that are not the likeliest, within rounding, after the same tokens"
+    assert best == equal == (54 if drafts else 30), (
+        "tokens that are not the likeliest, within rounding, after the same tokens"
+    )
     assert f"{PAGED} of 4 layers have keys and values" in server.log_text()
 
 

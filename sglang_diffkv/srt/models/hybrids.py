@@ -11,7 +11,7 @@ from typing import Any
 from sglang_diffkv.config import load_config
 from sglang_diffkv.errors import UnsupportedError
 from sglang_diffkv.releases import seen_on_gpu
-from sglang_diffkv.srt.models.speculation import drafts_of
+from sglang_diffkv.srt.models.speculation import drafts_by_model, drafts_of
 from sglang_diffkv.srt.versions import compat
 from sglang_diffkv.srt.versions.places import sglang_class
 
@@ -50,8 +50,7 @@ def hybrid_problems(configurator: Any) -> Iterator[str]:
             f"layers with states, which are kept at the ends of prompts and not at multiples of --page-size {size}; "
             "drop --page-size"
         )
-    if drafts_of(args):
-        yield "layers with states, which drafts would have to leave as they were; drop --speculative-algorithm"
+    yield from _with_drafts(configurator, args)
     if getattr(args, "enable_mixed_chunk", False):
         yield "layers with states, beside which mixed chunks were not seen to be right; drop --enable-mixed-chunk"
     if configurator.device == "cuda" and compat.prefill_graphs(configurator.server_args) != "disabled":
@@ -61,6 +60,27 @@ def hybrid_problems(configurator: Any) -> Iterator[str]:
     if compat.sglang_version() not in STATES_GPU_VERSIONS:
         what = f"layers with states, of SGLang {compat.sglang_version()},"
         yield from compat.untried_on_a_gpu(configurator.device, what, "use another --attention-backend")
+
+
+def _with_drafts(configurator: Any, args: Any) -> Iterator[str]:
+    """What is wrong with drafts beside states. SGLang stores the state behind each draft of a chain, and puts back the
+    one behind the last that was accepted."""
+    if not drafts_of(args):
+        return
+    if not args.disable_radix_cache:
+        yield (
+            "layers with states, which the prefix cache would keep behind drafts that are not accepted yet; add "
+            "--disable-radix-cache, or drop --speculative-algorithm"
+        )
+    if not hasattr(configurator.mambaish_config, "linear_num_value_heads"):
+        yield (
+            "states other than those of a gated delta rule (Qwen3-Next, Qwen3.5), which were not tried with drafts; "
+            "drop --speculative-algorithm"
+        )
+    if configurator.device == "cpu" and drafts_by_model(args):
+        yield "drafts of a model beside layers with states on a CPU, where SGLang's own fail too; use NGRAM"
+    what = "drafts beside layers with states"
+    yield from compat.untried_on_a_gpu(configurator.device, what, "drop --speculative-algorithm")
 
 
 def check_paged_layers(name: str, found: set[int], paged: tuple[int, ...]) -> None:

@@ -84,6 +84,12 @@ def _unlike_chains(config: DiffKVConfig, attention_spans: Sequence[int], by_mode
         yield "layers with a sliding window with speculative decoding: drop --speculative-algorithm"
 
 
+def paged_backend(runner: Any) -> Any:
+    """The attention backend over pages of SGLang's model runner. Of a model with states SGLang has one around it, which
+    puts back states that rejected drafts have changed."""
+    return getattr(runner.attn_backend, "full_attn_backend", runner.attn_backend)
+
+
 def chain_worker(worker: type, *, ngram: bool) -> type:
     """SGLang's worker that drafts and verifies, over pages. ``ngram``: whether it is the one of n-grams."""
 
@@ -92,7 +98,7 @@ def chain_worker(worker: type, *, ngram: bool) -> type:
             super().init_cuda_graphs()
             target = self.target_worker.model_runner
             if target.decode_cuda_graph_runner is not None:
-                target.attn_backend.capture_commits(target.decode_cuda_graph_runner.capture_bs)
+                paged_backend(target).capture_commits(target.decode_cuda_graph_runner.capture_bs)
 
         def forward_batch_generation(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
             verifies = batch.forward_mode.is_decode()
@@ -101,7 +107,7 @@ def chain_worker(worker: type, *, ngram: bool) -> type:
                 # Grammars under overlap scheduling: SGLang looks at the last results between a pass's plan and its
                 # launch, and of a request that ended with them the row is released already.
                 left = [index for index, req in enumerate(batch.reqs) if compat.row_of(req) is None]
-                self.target_worker.model_runner.attn_backend.verify.commit(result.accept_lens, left)
+                paged_backend(self.target_worker.model_runner).verify.commit(result.accept_lens, left)
             return result
 
     class NgramWorker(ChainWorker):

@@ -121,5 +121,22 @@ class TorchSteps:
             backend.init_forward_metadata(forward_batch)
 
 
-HOOKS = (create_worker, create_decode_backend, create_draft_extend_backend)
+def update_mamba_state_after_mtp_verify(
+    original: Any, backend: Any, last_correct_step_indices: torch.Tensor, *args: Any, **kwargs: Any
+) -> Any:
+    """The states of layers that do not attend become those behind the last accepted drafts, as SGLang's kernel of GPUs
+    does it. ``last_correct_step_indices``: [B], the place of each in its chain; below 0 the state stays."""
+    if last_correct_step_indices.device.type != "cpu":
+        return original(backend, last_correct_step_indices, *args, **kwargs)
+    linear, steps = backend.linear_attn_backend, last_correct_step_indices.long()
+    caches = linear.req_to_token_pool.get_speculative_mamba2_params_all_layers()
+    slots = linear.forward_metadata.mamba_cache_indices[: len(steps)].long()
+    (chains,) = torch.where((steps >= 0) & (slots >= 0))
+    pairs = [(caches.temporal, caches.intermediate_ssm), *zip(caches.conv, caches.intermediate_conv_window)]
+    for states, after_each in pairs:
+        states[:, slots[chains]] = after_each[:, chains, steps[chains]].to(states.dtype)
+    return None
+
+
+HOOKS = (create_worker, create_decode_backend, create_draft_extend_backend, update_mamba_state_after_mtp_verify)
 """The last two are without effect unless a draft model runs on torch_native, which SGLang itself refuses."""

@@ -1,6 +1,8 @@
 """What SGLang calls of ``sgl_kernel`` for gated delta rule layers (Qwen3-Next) on a CPU, in plain PyTorch: a causal
 convolution and a recurrence, token by token. States are updated in place, in the slots that the indices name; a
-negative index is padding. Importing this registers the operators that SGLang finds under ``torch.ops.sgl_kernel``."""
+negative index is padding. Where drafts are verified the state behind each of them is stored apart instead, as on a GPU:
+a CPU's real operators do not verify. Importing this registers the operators that SGLang finds under
+``torch.ops.sgl_kernel``."""
 
 from collections.abc import Iterator
 
@@ -55,10 +57,23 @@ def causal_conv1d_update_cpu(
     bias: torch.Tensor | None = None,
     activation: str | None = None,
     conv_state_indices: torch.Tensor | None = None,
+    intermediate_conv_window: torch.Tensor | None = None,
+    intermediate_state_indices: torch.Tensor | None = None,
     **_: object,
 ) -> torch.Tensor:
-    """The same for one token each. ``x``: [batch, C]."""
+    """The same for one token each. ``x``: [batch, C]; of chains of drafts [batch, C, drafts], whose states go to
+    ``intermediate_conv_window`` [rows, drafts, C, width - 1]."""
     out = torch.zeros_like(x)
+    if intermediate_conv_window is not None:
+        for i, (slot, row) in enumerate(zip(conv_state_indices.tolist(), intermediate_state_indices.tolist())):
+            if slot < 0:
+                continue
+            window = torch.cat([conv_states[slot].to(x.dtype), x[i]], 1)
+            out[i] = _convolved(window, weight, bias, activation).to(x.dtype)
+            before = conv_states.shape[2]
+            for t in range(x.shape[2]):
+                intermediate_conv_window[row, t] = window[:, t + 1 : t + 1 + before].to(conv_states.dtype)
+        return out
     for i, slot in enumerate(conv_state_indices.tolist()):
         if slot < 0:
             continue
@@ -68,13 +83,14 @@ def causal_conv1d_update_cpu(
     return out
 
 
-def _gated_delta_rule(q, k, v, decay, beta, states, slots, starts) -> torch.Tensor:
+def _gated_delta_rule(q, k, v, decay, beta, states, slots, starts, each=None, rows=None) -> torch.Tensor:
     """[1, tokens, HV, V] of q, k [1, tokens, H, K], v [1, tokens, HV, V], decay (a logarithm) and beta [tokens, HV];
-    states [slots, HV, V, K] go on. Queries and keys are normalised, as SGLang asks for in the kernel."""
+    states [slots, HV, V, K] go on; with ``each`` [rows, drafts, HV, V, K] they stay, and the state behind each token
+    goes there, in the rows ``rows``. Queries and keys are normalised, as SGLang asks for in the kernel."""
     out, groups = torch.zeros_like(v), v.shape[2] // k.shape[2]
     q, k = (functional.normalize(x[0].float(), dim=-1).repeat_interleave(groups, 1) for x in (q, k))
     q, value, decay, beta = q * q.shape[-1] ** -0.5, v[0].float(), decay.float().exp(), beta.float()
-    for slot, start, end in _spans(starts, slots):
+    for number, (slot, start, end) in enumerate(_spans(starts, slots)):
         if slot < 0:
             continue
         state = states[slot].float()
@@ -83,7 +99,10 @@ def _gated_delta_rule(q, k, v, decay, beta, states, slots, starts) -> torch.Tens
             change = (value[t] - torch.einsum("hvk,hk->hv", state, k[t])) * beta[t, :, None]
             state = state + change[:, :, None] * k[t][:, None]
             out[0, t] = torch.einsum("hvk,hk->hv", state, q[t]).to(out.dtype)
-        states[slot] = state.to(states.dtype)
+            if each is not None:
+                each[rows[number], t - start] = state.to(each.dtype)
+        if each is None:
+            states[slot] = state.to(states.dtype)
     return out
 
 
@@ -125,10 +144,18 @@ def fused_sigmoid_gating_delta_rule_update_cpu(
     use_qk_l2norm_in_kernel: bool,
     softplus_beta: float = 1.0,
     softplus_threshold: float = 20.0,
+    is_kda: bool = False,
+    disable_state_update: bool = False,
+    intermediate_states_buffer: torch.Tensor | None = None,
+    intermediate_state_indices: torch.Tensor | None = None,
+    cache_steps: int | None = None,
+    retrieve_parent_token: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """A decode step."""
+    """A decode step, or with ``disable_state_update`` a pass over chains of drafts."""
     gates = (x[0] for x in fused_gdn_gating_cpu(A_log, a, b, dt_bias))
-    return _gated_delta_rule(q, k, v, *gates, initial_state_source, initial_state_indices, cu_seqlens)
+    each = intermediate_states_buffer if disable_state_update else None
+    which = (initial_state_source, initial_state_indices, cu_seqlens, each, intermediate_state_indices)
+    return _gated_delta_rule(q, k, v, *gates, *which)
 
 
 _LIBRARY = torch.library.Library("sgl_kernel", "FRAGMENT")
@@ -136,7 +163,9 @@ _LIBRARY.define("fused_gdn_gating_cpu(Tensor A_log, Tensor a, Tensor b, Tensor d
 _LIBRARY.define(
     "fused_sigmoid_gating_delta_rule_update_cpu(Tensor A_log, Tensor dt_bias, Tensor q, Tensor k, Tensor v, Tensor a, "
     "Tensor b, Tensor(a!) initial_state_source, Tensor initial_state_indices, Tensor cu_seqlens, "
-    "bool use_qk_l2norm_in_kernel, float softplus_beta=1.0, float softplus_threshold=20.0) -> Tensor"
+    "bool use_qk_l2norm_in_kernel, float softplus_beta=1.0, float softplus_threshold=20.0, bool is_kda=False, "
+    "bool disable_state_update=False, Tensor(b!)? intermediate_states_buffer=None, "
+    "Tensor? intermediate_state_indices=None, int? cache_steps=None, Tensor? retrieve_parent_token=None) -> Tensor"
 )
 for _operator in (fused_gdn_gating_cpu, fused_sigmoid_gating_delta_rule_update_cpu):
     _LIBRARY.impl(_operator.__name__, _operator, "CPU")
