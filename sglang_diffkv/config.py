@@ -207,9 +207,10 @@ class DiffKVConfig(Strict):
 
     def as_text(self) -> str:
         """JSON that ``read_config`` reads, for the processes of a server."""
-        chosen = {"thresholds": CHOSEN} if self.chosen_at_start else {}
-        left_out = {"tiers", "policy", "rotate"} if self.chosen_at_start else set()
-        return json.dumps({**chosen, **self.model_dump(mode="json", exclude_none=True, exclude=left_out)})
+        if not self.chosen_at_start:
+            return self.model_dump_json(exclude_none=True)
+        others = self.model_dump(mode="json", exclude_none=True, exclude={"tiers", "policy", "rotate"})
+        return json.dumps({"thresholds": CHOSEN, **others})
 
     @property
     def parsed_tiers(self) -> tuple[Tier, ...]:

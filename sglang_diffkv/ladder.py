@@ -37,7 +37,7 @@ RUNGS: Mapping[str, Mapping[str, Any]] = {
     },
     "K8V4, rotated, key means": {"tiers": ["K8V4"], "rotate": "both", "key_means": AUTO},
     "K8V5, rotated, key means": {"tiers": ["K8V5"], "rotate": "both", "key_means": AUTO},
-    "K8V8": {"tiers": ["K8V8"]},
+    "K8V8, rotated, key means": {"tiers": ["K8V8"], "rotate": "both", "key_means": AUTO},
     "lossless": {"tiers": ["BF16"]},
 }  # fmt: skip
 """Name -> fields, the fewest bytes first. The last loses nothing, so there is always one."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,9 +27,15 @@ def chat_ids(tokenizer: Any, prompt: str) -> list[int]:
     The template writes the special tokens itself, so none are added here. They are what the server's
     ``/v1/chat/completions`` feeds the model for the same message.
     """
-    text = tokenizer.apply_chat_template(
-        [{"role": "user", "content": prompt}], add_generation_prompt=True, tokenize=False
-    )
+    return messages_ids(tokenizer, [("user", prompt)])
+
+
+def messages_ids(tokenizer: Any, messages: Sequence[tuple[str, str]]) -> list[int]:
+    """As ``chat_ids``, of a chat's roles and texts. Without a chat template each text follows its role's name."""
+    if not tokenizer.chat_template:
+        return list(tokenizer.encode("\n\n".join(f"{role}: {x}" for role, x in messages) + "\n\nassistant:"))
+    chat = [{"role": role, "content": x} for role, x in messages]
+    text = tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=False)
     return list(tokenizer.encode(text, add_special_tokens=False))
 
 

@@ -140,6 +140,31 @@ def test_longbench_v2(lines: bool, tmp_path: Path) -> None:
         load_task(f"longbench_v2={path}", Options())
 
 
+def test_mrcr(tmp_path: Path, tokenizer: Any) -> None:
+    chat = [("user", "Write a poem about tides."), ("assistant", "Tides rise."), ("user", "Repeat it behind xQ.")]
+    messages = [{"role": role, "content": text} for role, text in chat]
+    record = {
+        "prompt": json.dumps(messages),
+        "answer": "xQTides rise.",
+        "random_string_to_prepend": "xQ",
+        "n_needles": 2,
+    }
+    path = tmp_path / "mrcr.jsonl"
+    path.write_text(json.dumps(record), encoding="utf-8")
+    task = load_task(f"mrcr={path}", Options())
+    assert isinstance(task, GenerationTask)
+    (question,) = task.questions(tokenizer)
+    text = text_of(question, tokenizer)
+    assert all(x in text for _, x in chat) and text.index("Tides rise.") < text.index("Repeat it")
+    assert question.task == "2 needles"
+    assert [task.grade(x, question.answers) for x in ("xQTides rise.", "Tides rise.", "")] == [1.0, 0.0, 0.0]
+    assert 0 < task.grade("xQTides fall.", question.answers) < 1
+    for wrong in ("[]", "hello", json.dumps(messages[:2]), json.dumps([{"role": "tool", "content": "x"}])):
+        path.write_text(json.dumps({**record, "prompt": wrong}), encoding="utf-8")
+        with pytest.raises(TaskFileError, match="line 1: "):
+            load_task(f"mrcr={path}", Options())
+
+
 def test_what_is_left_to_ask_is_told(tmp_path: Path) -> None:
     task = load_task("made=1024", Options())
     asked = Question("a", "t", tuple(range(10)), max_new_tokens=5)

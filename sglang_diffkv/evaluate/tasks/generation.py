@@ -10,7 +10,7 @@ from typing import Any
 
 from sglang_diffkv.evaluate.client import RequestError
 from sglang_diffkv.evaluate.endpoint import Endpoint
-from sglang_diffkv.evaluate.prompts import prompt_ids, without_middle
+from sglang_diffkv.evaluate.prompts import messages_ids, prompt_ids, without_middle
 from sglang_diffkv.evaluate.task import Metric, Outcome, Question
 from sglang_diffkv.evaluate.tasks.files import TaskFileError, sha256, stem
 
@@ -45,7 +45,8 @@ class Options:
 class Example:
     """A question as its file has it. ``reply_prefix`` is text that the reply is made to begin with; ``reply`` is the
     text of a right one, empty where the file has none. ``max_new_tokens`` bounds the reply, 0 leaves it to the task;
-    ``plain`` is a prompt to be continued as it is, without the chat template."""
+    ``plain`` is a prompt to be continued as it is, without the chat template. ``messages``, roles and texts of a chat,
+    stand for ``prompt``."""
 
     id: str
     task: str
@@ -57,6 +58,7 @@ class Example:
     reply: str = ""
     max_new_tokens: int = 0
     plain: bool = False
+    messages: tuple[tuple[str, str], ...] = ()
 
 
 Grader = Callable[[str, tuple[str, ...]], float]
@@ -98,6 +100,8 @@ class GenerationTask:
 
     def _prompt_ids(self, example: Example, tokenizer: Any) -> tuple[int, ...]:
         prompt = example.prompt
+        if example.messages:
+            return tuple(messages_ids(tokenizer, example.messages))
         if self.max_prompt_tokens is not None:
             prompt = without_middle(tokenizer, prompt, self.max_prompt_tokens)
         return tuple(prompt_ids(tokenizer, prompt, example.reply_prefix, plain=example.plain))
