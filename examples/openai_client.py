@@ -5,11 +5,14 @@ Start a server, then name it::
 
     python -m sglang.launch_server --model-path examples/models/nano --attention-backend diffkv --enable-cache-report
     python examples/openai_client.py --url http://127.0.0.1:30000
+
+A server's key is read from SGLANG_API_KEY.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -31,7 +34,7 @@ class Turn:
 
 def chat(url: str, prompt: str = PROMPT, follow_up: str = FOLLOW_UP, max_tokens: int = 64) -> list[Turn]:
     """Two turns, greedy, against the server or router at ``url``."""
-    client = OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
+    client = OpenAI(base_url=f"{url}/v1", api_key=os.environ.get("SGLANG_API_KEY") or "none", max_retries=0)
     messages: list[Any] = [{"role": "user", "content": prompt}]
     common: dict[str, Any] = {"model": "default", "temperature": 0, "max_tokens": max_tokens}
     text, usage = "", None

@@ -24,6 +24,7 @@ from pathlib import Path
 
 import sglang_diffkv
 from sglang_diffkv import releases
+from sglang_diffkv.extra import SGLANG
 from sglang_diffkv.findings import Findings
 
 GROUP, NAME = "sglang.srt.plugins", "diffkv"
@@ -101,8 +102,8 @@ def _look_at_machine(findings: Findings) -> bool:
     if sglang is None:
         findings.refuse(
             "SGLang",
-            f"SGLang is not installed in this Python. Install the plugin with it, {sys.executable} -m pip install "
-            "sglang-diffkv, or run the Python that starts the server",
+            f"SGLang is not installed in this Python. Install it, {sys.executable} -m pip install {SGLANG}, or run "
+            "the Python that starts the server",
         )
     else:
         findings.add("SGLang", sglang, sglang)
@@ -142,7 +143,7 @@ def _look_at_plugin(findings: Findings) -> bool:
         findings.refuse(
             "entry point",
             f"SGLang does not know of the plugin: in this Python no package has the entry point {NAME!r} of the group "
-            f"{GROUP}. Install it there: {sys.executable} -m pip install sglang-diffkv (from a checkout: install .)",
+            f"{GROUP}. Install it there, in a checkout: {sys.executable} -m pip install .",
         )
         return False
     if allowed and NAME not in [x.strip() for x in allowed.split(",")]:

@@ -145,6 +145,7 @@ def test_a_window_of_its_own_is_that_of_a_server_with_it(exact: bool, server_of:
     [
         ({"difkv": {"tier": "high"}}, "did you mean diffkv?"),
         ({"diffkv": {"teir": "high"}}, "did you mean tier?"),
+        ({"tier": "high"}, 'custom_params.tier is outside "diffkv"'),
         (tier("lossles"), "did you mean"),
         (tier("lossless"), "K8V4, which rounds"),
         ({"diffkv": {"tier": {"a": "b"}}}, "tier is an object"),

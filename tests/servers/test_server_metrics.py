@@ -111,6 +111,8 @@ def test_metrics_of_a_server(watched: Watched) -> None:
     assert watched.number("sglang:kv_evictable_tokens") == pytest.approx(evictable / HEADS, abs=1), (
         "pages, as tokens at the high tier"
     )
+    ((evicted, tokens),) = found["sglang:evicted_tokens_total"]
+    assert evicted["cache_type"] == "DiffKVPrefixCache" and tokens > 0
 
 
 def reported(stats: Mapping[str, Any]) -> dict[str, Any]:

@@ -516,6 +516,18 @@ def test_the_table_of_the_page(write: Callable[..., Path], capsys: pytest.Captur
         assert [printed[name][x] for x in (2, 3, 4, 5, 6)] == [share, tokens, together, mean, speed]
 
 
+def test_presets_side_by_side_as_on_the_page_of_settings(
+    write: Callable[..., Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = write(max_position_embeddings=131072)
+    page = (REPOSITORY / "docs" / "choose.md").read_text()
+    (command,) = (x.split() for x in page.splitlines() if x.startswith("python -m sglang_diffkv.capacity"))
+    assert cli.main([str(folder) if x == "DIR" else x for x in command[3:]]) == 0
+    printed = {x.split()[0]: x.split() for x in capsys.readouterr().out.splitlines() if x and x[0] != "-"}
+    safe, fits, small = (int(printed[name][4]) for name in ("safe", "default", "small"))
+    assert printed["safe"][1:] == printed["K8V4"][1:] and safe < fits < small
+
+
 def test_configurations_as_a_server_takes_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -200,7 +200,7 @@ def test_a_python_without_sglang() -> None:
     assert done.returncode == 1
     assert "Traceback" not in done.stdout + done.stderr
     said = " ".join(done.stdout.split())
-    assert "REFUSED: SGLang is not installed in this Python." in said
+    assert "REFUSED: SGLang is not installed in this Python." in said and "-m pip install sglang==0.5.17, or" in said
     assert "REFUSED: torch cannot be imported" in said
 
 

@@ -215,7 +215,7 @@ def test_a_command_without_its_packages_says_how_to_install_them(bare: Path, pac
         (line,) = done.stderr.splitlines()
         assert done.returncode == 1 and not done.stdout, module
         served = ("sglang_diffkv.capacity", "sglang_diffkv.run")
-        install = "sglang-diffkv" if module in served else "'sglang-diffkv[quality]'"
+        install = f"{'sglang-diffkv' if module in served else repr('sglang-diffkv[quality]')} sglang==0.5.17"
         missing, _, rest = line.removeprefix(f"{module}: ").partition(" not installed: ")
         assert {"numpy", "pydantic", "torch"} <= {*missing.split(", ")} and rest == f"pip install {install}", line
     done = _run_bare(bare, "sglang_diffkv.doctor")

@@ -81,6 +81,19 @@ def test_a_misspelt_field_is_an_error_of_one_line(params: Any, said: str) -> Non
     assert "docs/operate.md#" in str(found.value)
 
 
+@pytest.mark.parametrize("names", [("tier",), ("window",), ("tier", "window")])
+def test_fields_outside_ours_are_an_error_where_nobody_else_reads_them(names: tuple[str, ...]) -> None:
+    """A logit processor may have parameters of these names, so that its requests are let alone."""
+    params = {"thinking_budget": 3, **dict.fromkeys(names, "high")}
+    world = World(400, exact=False, high_rows=True)
+    problem = world.requests.fidelity.take(asked(params))
+    inside = ", ".join(f'"{name}": ...' for name in names)
+    assert f'{names[0]} is outside "diffkv": write "custom_params": {{"diffkv": {{{inside}}}}}' in problem
+    assert "\n" not in problem and world.requests.fidelity.report()["refused"] == 1
+    for own in (asked(params, custom_logit_processor="a processor"), asked({**params, "diffkv": {}})):
+        assert world.requests.fidelity.take(own) == "" and not compat.keeps_high(own)
+
+
 def test_other_names_of_a_client_are_its_own() -> None:
     """The parameters of a logit processor, however many."""
     fields_of({"diff": 1, "kv": 2, "diffusion": 3, "reply_ids": [1], "x" * 100: 1, 7: 2, "__req__": object()})

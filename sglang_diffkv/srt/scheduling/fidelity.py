@@ -50,19 +50,32 @@ class RequestFields(Strict):
     keep: KeepSeconds | None = Field(default=None, description="seconds for which its prefix is evicted last")
 
 
-def fields_of(params: Any) -> RequestFields:
-    """What the ``custom_params`` of a request say. Raises ConfigError, with one line."""
+def fields_of(params: Any, *, ours_alone: bool = False) -> RequestFields:
+    """What the ``custom_params`` of a request say.
+
+    Args:
+        ours_alone: no logit processor reads them, so that our fields beside ``diffkv`` and not in it are an error.
+
+    Raises ConfigError, with one line.
+    """
     if not isinstance(params, dict):
         return RequestFields()
     if FIELD not in params:
         for name in list(params)[:MOST_NAMES]:
             if isinstance(name, str) and len(name) <= MOST_LETTERS and _is_near(name.lower()):
                 raise ConfigError(f"unknown field {shown(name)} in custom_params; did you mean {FIELD}? (see {PAGE})")
+        if ours_alone and (outside := [name for name in RequestFields.model_fields if name in params]):
+            raise ConfigError(f'custom_params.{outside[0]} is outside "{FIELD}": write {_inside(outside)} (see {PAGE})')
         return RequestFields()
     try:
         return RequestFields.model_validate(params[FIELD])
     except ValidationError as error:
         raise ConfigError(" ".join(explain(error, RequestFields, PLACE, page=PAGE).split())) from None
+
+
+def _inside(names: list[str]) -> str:
+    fields = ", ".join(f'"{name}": ...' for name in names)
+    return f'"custom_params": {{"{FIELD}": {{{fields}}}}}'
 
 
 def _is_near(name: str) -> bool:
@@ -121,7 +134,8 @@ class Fidelity:
         if getattr(req, "to_finish", None) is not None:
             return ""  # SGLang has refused it
         try:
-            asked = fields_of(req.sampling_params.custom_params)
+            processor = getattr(req, "custom_logit_processor", None)
+            asked = fields_of(req.sampling_params.custom_params, ours_alone=processor is None)
             if asked.tier != "default":
                 self._check(asked.tier, len(req.origin_input_ids))
             if asked.window is not None:

@@ -101,4 +101,6 @@ def prefix_cache_class() -> type:
             if running:
                 self.prompt_published(req)
 
-    return {"V17": V17, "V21": V21, "V23": V23}[installed().tree]
+    found: type = {"V17": V17, "V21": V21, "V23": V23}[installed().tree]
+    found.__name__ = DiffKVPrefixCache.__name__  # the label ``cache_type`` of SGLang's metrics
+    return found
