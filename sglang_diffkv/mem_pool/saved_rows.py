@@ -115,8 +115,12 @@ class Chosen:
 
     def columns(self) -> tuple[np.ndarray, ...]:
         """[n] each, of the chosen ones: tier, head, and the position range as far as it counts."""
-        saved, low, high = self.saved, self.saved.lo[self.pages], self.saved.upper[self.pages]
-        return saved.tier[self.pages], saved.head[self.pages], np.maximum(low, self.lo), np.minimum(high, self.hi)
+        saved = self.saved
+        found = [saved.tier, saved.head, saved.lo, saved.upper]
+        if not self.pages.all():
+            found = [column[self.pages] for column in found]
+        tier, head, low, high = found
+        return tier, head, np.maximum(low, self.lo), np.minimum(high, self.hi)
 
 
 class SavedRows:
@@ -387,12 +391,12 @@ class SavedRows:
         state, tiers = self.device.state, counts.shape[-1]
         part = np.repeat(np.arange(len(parts)), [int(x.pages.sum()) for x in parts])
         of_pages = [np.concatenate(column) for column in zip(*(x.columns() for x in parts), strict=True)]
-        tier, head, low, high = (column.astype(np.int64) for column in of_pages)
-        column = np.empty_like(tier)
-        for number in range(tiers):  # a part's pages of a tier are in order of heads
-            here, before = np.flatnonzero(tier == number), counts[..., number].ravel()
-            first = (before.cumsum() - before).reshape(counts.shape[:2])
-            column[here] = table_column(state, number, np.arange(len(here)) - first[part[here], head[here]])
+        tier, head, low, high = of_pages
+        column = np.empty(len(tier), dtype=np.int64)
+        for number in range(tiers):  # pages of a tier are in order of parts, and of heads in there
+            here, entries = tier == number, counts[..., number].ravel()
+            first = np.repeat(entries.cumsum() - entries, entries)
+            column[here] = table_column(state, number, np.arange(len(first)) - first)
         numbers = self.device.to_device(np.stack([np.array(rows)[part], head, column, low, high]))
         row_at, head_at, column_at, low_at, high_at = numbers.unbind(0)
         return head_index(state, row_at, head_at, column_at), low_at, high_at
