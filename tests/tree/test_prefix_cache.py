@@ -11,6 +11,7 @@ import random
 from array import array
 from typing import Any
 
+import pytest
 import torch
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
@@ -395,8 +396,8 @@ def machine_settings(steps: int) -> settings:
 
 
 TreeMachine.TestCase.settings = ExactTreeMachine.TestCase.settings = machine_settings(60)
-PagedTreeMachine.TestCase.settings = PagedLosslessTreeMachine.TestCase.settings = machine_settings(60)
+PagedTreeMachine.TestCase.settings = PagedLosslessTreeMachine.TestCase.settings = machine_settings(30)
 TestTree = TreeMachine.TestCase
 TestExactTree = ExactTreeMachine.TestCase
 TestPagedTree = PagedTreeMachine.TestCase
-TestPagedLosslessTree = PagedLosslessTreeMachine.TestCase
+TestPagedLosslessTree = pytest.mark.full(PagedLosslessTreeMachine.TestCase)
