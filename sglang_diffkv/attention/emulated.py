@@ -27,6 +27,8 @@ from sglang_diffkv.policies.diffkv import DiffKVPolicy
 
 QUERIES = 256
 """Whose attention is worked out at once."""
+ROWS = 32
+"""Distributions that are compared at once: vocabularies are large."""
 LARGEST_E4M3 = 448.0
 """Larger numbers become this one. Stock SGLang's cast makes them NaN, so its loss is not above what is found here."""
 
@@ -247,7 +249,7 @@ def divergence(reference: torch.Tensor, found: torch.Tensor) -> torch.Tensor:
     """[M] float64: KL divergence in nats of next-token distributions from those of ``reference``; both are logits
     [M, vocabulary]. Infinite where ``found`` has numbers that are not finite."""
     parts: list[Any] = []
-    for first in range(0, reference.shape[0], QUERIES):
-        p, q = (x[first : first + QUERIES].float().log_softmax(-1).double() for x in (reference, found))
+    for first in range(0, reference.shape[0], ROWS):
+        p, q = (x[first : first + ROWS].float().log_softmax(-1).double() for x in (reference, found))
         parts.append((p.exp() * (p - q)).sum(-1))
     return torch.cat(parts).nan_to_num(nan=float("inf")).clamp(min=0)

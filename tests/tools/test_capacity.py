@@ -80,9 +80,9 @@ BAD = {
     "impossible tiers": (["--config", 'mine={"tiers": ["K9V4"]}'], "impossible tier K9V4"),
     "no preset": (
         ["--config", "saff"],
-        '--config "saff" is no preset (lossless, safe, balanced, small), JSON or file; did you mean "safe"? See docs',
+        '--config "saff" is no preset (auto, lossless, safe, balanced, small), JSON or file; did you mean "safe"? See',
     ),
-    "no preset behind a name": (["--config", "x=saff"], '--config "x": "saff" is no preset (lossless, '),
+    "no preset behind a name": (["--config", "x=saff"], '--config "x": "saff" is no preset (auto, lossless, '),
     "a name of ours": (["--config", "default={}"], '"default" is taken'),
     "two lines": (["--config", "a\nb={}"], '"a\\nb": a NAME has letters'),
     "states": (["--state-mib", "1e6"], "states of 1,000,000.00 MiB a request leave room for none in"),
