@@ -6,18 +6,20 @@ from __future__ import annotations
 import importlib
 import random
 import re
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from statistics import mean
 from typing import Any
 
 import pytest
+from openai import BadRequestError, OpenAI
 
 from benchmarks.paths import NANO, REPOSITORY
 from sglang_diffkv.capacity.held import Holding, running
 from sglang_diffkv.capacity.memory import Budget, capacity_of, plan_of
 from sglang_diffkv.capacity.model import read_model
-from sglang_diffkv.config import DiffKVConfig
+from sglang_diffkv.config import CACHE_ENV, DiffKVConfig
 from sglang_diffkv.evaluate.server import Server
 from sglang_diffkv.evaluate.tasks import reference
 from tests.servers.shared import STRICT, stats_of
@@ -60,6 +62,36 @@ def test_tokens_and_requests_are_those_of_a_plan(server: Server) -> None:
     assert 6 < planned.together < REQUESTS / 1.5
     assert 0.9 * planned.together <= mean(waiting) <= 1.1 * planned.mean
     assert max(waiting) == pytest.approx(planned.mean, abs=1)
+
+
+class Served(Server):
+    """A server of ``sglang serve``."""
+
+    def __init__(self, *args: Any, **given: Any):
+        super().__init__(*args, **given)
+        assert self.command[:3] == [sys.executable, "-m", "sglang.launch_server"]
+        self.command[:3] = [str(Path(sys.executable).with_name("sglang")), "serve"]
+
+
+def test_a_preset_is_served_and_asked_by_openai_s_client(tmp_path: Path) -> None:
+    """``sglang serve --diffkv-config balanced``, which measures key means; one request asks for the high tier."""
+    room = ["--max-total-tokens", "4000", "--max-running-requests", "8"]
+    env = {**STRICT, CACHE_ENV: str(tmp_path)}
+    with Served(NANO, "diffkv", room, diffkv_config="balanced", env=env) as server:
+        told = stats_of(server)
+        assert told["configuration"]["thresholds"] == "those of the preset balanced"
+        assert told["configuration"]["sources"]["key_means"] == "preset balanced"
+        assert told["key_means"]["found"] and Path(told["key_means"]["file"]).parent == tmp_path
+        ask = OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0).completions.create
+        prompt: dict[str, Any] = {"model": "default", "prompt": "word " * 300, "max_tokens": 8, "temperature": 0}
+        assert ask(**prompt).usage.completion_tokens == 8
+        assert ask(**prompt, extra_body={"custom_params": {"diffkv": {"tier": "high"}}}).usage.completion_tokens == 8
+        after = stats_of(server)
+        assert after["prompts"]["compressed"] == told["prompts"]["compressed"] + 1
+        assert after["prompts"]["as computed"] == told["prompts"]["as computed"] + 1
+        with pytest.raises(BadRequestError, match="did you mean tier"):
+            ask(**prompt, extra_body={"custom_params": {"diffkv": {"teir": "high"}}})
+        assert stats_of(server)["fidelity"]["refused"] == after["fidelity"]["refused"] + 1
 
 
 @pytest.fixture
