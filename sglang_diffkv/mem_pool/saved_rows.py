@@ -334,8 +334,8 @@ class SavedRows:
             self._copy_in([run for part in parts for run in part.runs], chosen, places)
             put_entries(state, flat, pages, low, high)
             state.entries[at] = state.kept_entry[at] = state.own_entry[at] = entries
-            state.own_tokens[at] = 0
-            state.hole[at] = EMPTY
+            state.own_tokens.index_fill_(0, at, 0)
+            state.hole.index_fill_(0, at, EMPTY)
         self.counts.record(-sum(x.pages for x in needed))
         segments = [replace(part, row=row) for (_, part), row in zip(wanted, rows, strict=True)]
         for segment in segments:
