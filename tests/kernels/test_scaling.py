@@ -183,8 +183,8 @@ def test_flash_attention_gets_a_pass_s_requests(monkeypatch, prefixes):
         library.plan(step)
     out, lse = mine.run(q, key, value, PLAIN)
     known, norm = expected.run(q, key, value, PLAIN)
-    assert torch.equal(out, known) and lse.is_contiguous()
-    torch.testing.assert_close(lse, norm)
+    assert torch.equal(out, known)
+    torch.testing.assert_close(lse * mine.lse_unit, norm)
     assert mine.run(q, key, value, PLAIN, lse=False)[1] is None
     (call, _) = attend.calls
     assert call["alone"] == (len(counts) == 1) and call["causal"] and call["return_softmax_lse"]
