@@ -42,6 +42,8 @@ RUNGS: Mapping[str, Mapping[str, Any]] = {
 }  # fmt: skip
 """Name -> fields, the fewest bytes first. The last loses nothing, so there is always one."""
 NOTHING_LOST = "lossless"
+DECIDED = frozenset().union(*RUNGS.values())
+"""Fields that rungs set."""
 
 
 @dataclass(frozen=True)

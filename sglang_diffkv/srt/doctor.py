@@ -26,7 +26,7 @@ from sglang_diffkv.srt.models.speculation import draft_room
 from sglang_diffkv.srt.startup import disk_store
 from sglang_diffkv.srt.startup.draft_model import bytes_of_slot
 from sglang_diffkv.srt.startup.host_memory import describe
-from sglang_diffkv.srt.startup.preflight import configurator_of, model_reads_window, planned
+from sglang_diffkv.srt.startup.preflight import check_reading, configurator_of, model_reads_window, planned
 from sglang_diffkv.srt.startup.preflight import kernels as _kernels
 from sglang_diffkv.srt.tree.retracted import why_recomputed
 from sglang_diffkv.srt.versions import compat
@@ -275,13 +275,17 @@ def _memory(findings: Findings, configurator: Any, given: str | None, gib: float
         if resolved.warning:
             findings.warn("thresholds", resolved.warning.removeprefix("DiffKV: "))
         if config.chosen_at_start:
-            name, config = list(rungs(config).items())[-1]
+            check_reading(configurator)
+            every = rungs(config)
+            name, config = list(every.items())[-1]
             findings.add("rungs", f"{', '.join(RUNGS)}: one is chosen at the start; figures here are of {name}")
+        else:
+            every = {"given": config}
         findings.add("prefix cache", "off" if view.disable_radix_cache else f"{config.prefix_fidelity} prompts")
         if scales := kv_scales.told(model, config.tiers):
             findings.add("KV scales", scales)
         draft_bytes = _draft_model(findings, configurator.arguments)
-        plan = planned(configurator, config, draft_bytes)
+        plan = [planned(configurator, x, draft_bytes) for x in every.values()][-1]
         obstacle = why_recomputed(configurator, config)
         findings.add("kernels", _kernels(config, plan, on_gpu=plan.gpu, dtype=configurator.model_config.dtype))
         budget, slots = _without_states(findings, configurator, int(gib * GIB))

@@ -109,9 +109,10 @@ def test_a_launch_hands_it_on_and_a_choice_is_told(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(launch, "_check", lambda args, *configs: seen.extend(configs))
     monkeypatch.setattr(own_choice, "obstacle", lambda view: "")
     monkeypatch.setattr(own_choice.compat, "resolved", lambda args: args)
-    launch.configure(SimpleNamespace(model_path=str(NANO)), "auto")
-    assert seen == list(rungs(DiffKVConfig()).values()), "all of them are checked before weights load"
-    assert read_config() == read_config("auto") and read_config().chosen_at_start
+    given = '{"thresholds": "auto", "page_tokens": 16}'
+    launch.configure(SimpleNamespace(model_path=str(NANO)), given)
+    assert seen == list(rungs(read_config(given)).values()), "all of them are checked before weights load"
+    assert read_config() == read_config(given) and read_config().chosen_at_start
     with pytest.raises(ConfigError):
         load_config()
     launch.take_choice(seen[1], "chosen for the model: why")
@@ -119,6 +120,7 @@ def test_a_launch_hands_it_on_and_a_choice_is_told(monkeypatch: pytest.MonkeyPat
     report = launch.configuration_report()
     assert report["thresholds"] == "chosen for the model: why" and report["sources"]["tiers"] == "auto"
     assert report["values"] == seen[1].whole()
+    assert (report["sources"]["page_tokens"], report["sources"]["prefill"]) == ("--diffkv-config", "default")
 
 
 @pytest.mark.parametrize(

@@ -133,6 +133,24 @@ def test_the_next_turn_of_a_chat_takes_the_place_of_the_last(world: World) -> No
     assert len(kept.kept) == 2, "another branch is another prefix"
 
 
+def test_nobody_ends_what_another_keeps(world: World, clock: Clock) -> None:
+    """Neither by a shorter time nor by a sequence that has no room."""
+    shared, kept = told(world, world.tokens(250), 3600), kept_of(world.tree)
+    told(world, shared, 1)
+    assert len(kept.kept) == 1 and kept.counts["granted"] == 2, "all of it is kept for longer already"
+    told(world, [*shared, *world.tokens(40)], 1)
+    assert [x.tokens for x in kept.kept] == [250, 290]
+    clock.now += 2
+    world.requests.scheduling_begins([])
+    assert [(x.tokens, x.until) for x in kept.kept] == [(250, 4600.0)]
+    for _ in range(3):
+        told(world, world.tokens(250), 3600)
+    told(world, [*shared, *world.tokens(40)], 7200)
+    assert (kept.tokens, kept.counts["no_room"]) == (1000, 1)
+    told(world, shared, 7200)
+    assert kept.tokens == 1000 and [x.until for x in kept.kept][-1] == 1002 + 7200, "it is over later"
+
+
 def test_what_was_evicted_all_the_same_is_kept_no_longer(world: World) -> None:
     told(world, world.tokens(100), 60)
     make_room(world, 2000)

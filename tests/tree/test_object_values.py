@@ -7,6 +7,7 @@ import random
 import threading
 import time
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -282,6 +283,8 @@ class Addresses(Backend):
         self.known: list[int] = []
 
     def register_buffer(self, tensor: torch.Tensor) -> None:
+        if tensor.data_ptr() in self.known:
+            raise RuntimeError("what was there is still pinned")
         self.known.append(tensor.data_ptr())
 
     def set(self, key: str, value: Any = None, target_location: Any = None, target_sizes: Any = None) -> bool:
@@ -322,6 +325,15 @@ def test_a_class_of_the_user_s_serves(kind: type, tmp_path: Path) -> None:
     assert two.find(tokens) == 59 and two.report()["errors"] == 0
 
 
+def test_memory_that_a_backend_knows_outlives_its_thread() -> None:
+    """Else the next thread's could come to lie there, of which the backend would read what was there before."""
+    values = connect(dynamic("Addresses"), rank=0, ranks=1)
+    for number in range(20):
+        with ThreadPoolExecutor(1) as thread:
+            assert thread.submit(values.put, f"key{number}", memoryview(bytearray(b"value"))).result()
+    assert len(values.backend.known) == len(set(values.backend.known)) == 21
+
+
 @pytest.mark.parametrize(
     ("extra", "what"),
     [
@@ -338,6 +350,6 @@ def test_a_class_of_the_user_s_serves(kind: type, tmp_path: Path) -> None:
 def test_a_backend_that_does_not_serve_is_refused(
     extra: dict[str, Any], what: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(storage_backend, "HANGING_SECONDS", 0.5)
+    monkeypatch.setattr(storage_backend, "STARTING_SECONDS", 0.5)
     with pytest.raises(ConfigError, match=what):
         connect(extra, rank=0, ranks=1)

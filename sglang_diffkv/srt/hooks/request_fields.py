@@ -15,7 +15,7 @@ def add_request_to_queue(original: Any, self: Any, req: Any, *args: Any, **kwarg
     or has a window of its own, finds prompts of its like only."""
     requests = requests_of(self)
     if requests is not None and not hasattr(req, "diffkv_keeps_high"):
-        if problem := requests.fidelity.take(req) or compat.unknown_token(req):
+        if problem := compat.unknown_token(req) or requests.fidelity.take(req):
             req.set_finish_with_abort(problem)
         elif compat.keeps_high(req):
             req.extra_key = HighSpace(req.extra_key)

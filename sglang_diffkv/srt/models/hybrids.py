@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from sglang_diffkv.config import load_config
+from sglang_diffkv.config import read_config
 from sglang_diffkv.errors import UnsupportedError
 from sglang_diffkv.releases import seen_on_gpu
 from sglang_diffkv.srt.models.speculation import drafts_by_model, drafts_of
@@ -39,7 +39,7 @@ def hybrid_problems(configurator: Any) -> Iterator[str]:
             "layers with states and prompts that are never cut, of which the prefix cache would find next to nothing; "
             "drop --chunked-prefill-size -1, or add --disable-radix-cache"
         )
-    if not args.disable_radix_cache and load_config().prefix_fidelity == "exact":
+    if not args.disable_radix_cache and read_config().prefix_fidelity == "exact":
         yield (
             "layers with states, beside which the prefix cache keeps compressed prompts only; start with "
             '"prefix_fidelity": "compressed" in --diffkv-config, or with --disable-radix-cache'

@@ -17,6 +17,7 @@ import torch
 from sglang_diffkv.calibration import Resolution, resolution, sources_of
 from sglang_diffkv.config import CHOSEN, CONFIG_ENV, CONFIG_OPTION, DiffKVConfig, read_config, source_of
 from sglang_diffkv.errors import ConfigError, UnsupportedError
+from sglang_diffkv.ladder import DECIDED
 from sglang_diffkv.srt.models.scaling import stated_spans
 from sglang_diffkv.srt.models.speculation import check_drafts, drafts_by_model, drafts_of
 from sglang_diffkv.srt.startup import own_choice, preflight
@@ -101,10 +102,11 @@ def take_choice(config: DiffKVConfig, origin: str) -> None:
     """This process serves with ``config``, which was chosen once the model was loaded. ``origin``: why, in words."""
     before = json.loads(os.environ.get(ORIGINS_ENV) or "{}")
     text = config.as_text()
-    report = Resolution(config, origin, sources_of(config, dict.fromkeys(config.model_fields_set, CHOSEN))).report()
+    sources = {**before.get("sources", {}), **dict.fromkeys([*DECIDED, "thresholds"], CHOSEN)}
     os.environ[CONFIG_ENV] = text
     os.environ[ORIGINS_ENV] = json.dumps({
-        "of": _digest(text), "thresholds": origin, "sources": report["sources"], "files": before.get("files", {})
+        "of": _digest(text), "thresholds": origin, "sources": sources_of(config, sources),
+        "files": before.get("files", {}),
     })  # fmt: skip
 
 

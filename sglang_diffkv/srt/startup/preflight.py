@@ -10,8 +10,9 @@ from typing import Any
 
 import torch
 
-from sglang_diffkv.config import DiffKVConfig
+from sglang_diffkv.config import CHOSEN, DiffKVConfig
 from sglang_diffkv.errors import ConfigError, UnsupportedError
+from sglang_diffkv.ladder import LEAST_TOKENS
 from sglang_diffkv.mem_pool.host_pages import GIB
 from sglang_diffkv.plan import MemoryPlan
 from sglang_diffkv.srt.models import kv_scales
@@ -72,15 +73,23 @@ def ask(args: Any, *configs: DiffKVConfig) -> None:
         logger.info("DiffKV: the model is checked once it is loaded, since SGLang said before: %s", error)
         return
     check_model(configurator)
-    if len(configs) > 1 and configurator.mambaish_config is not None:
-        raise UnsupportedError(
-            "--diffkv-config auto: the model has layers with states, which only requests have. So it cannot read a "
-            "text at the start. Name another preset (docs/choose.md)"
-        )
+    if len(configs) > 1:
+        check_reading(configurator)
     for config in configs:
         planned(configurator, config, draft_bytes)
     if scales := kv_scales.told(configurator.model_config, configs[0].tiers):
         logger.info("DiffKV: %s", scales)
+
+
+def check_reading(configurator: Any) -> None:
+    """Raise UnsupportedError for a model that cannot read a text at the start, to choose a configuration by it."""
+    why, most = "", configurator.model_config.context_len
+    if configurator.mambaish_config is not None:
+        why = "the model has layers with states, which only requests have. So it cannot read a text at the start"
+    elif most < LEAST_TOKENS:
+        why = f"the model has a context of {most:,} tokens, and a text of {LEAST_TOKENS:,} is read at the start"
+    if why:
+        raise UnsupportedError(f"--diffkv-config {CHOSEN}: {why}. Name another preset (docs/choose.md)")
 
 
 def planned(configurator: Any, config: DiffKVConfig, draft_bytes: int) -> MemoryPlan:

@@ -16,10 +16,13 @@ import torch
 
 from sglang_diffkv.errors import ConfigError
 from sglang_diffkv.files import shown
-from sglang_diffkv.mem_pool.object_values import BLOCK_BYTES, HANGING_SECONDS
+from sglang_diffkv.mem_pool.object_values import BLOCK_BYTES
 
 NAMES = ("backend_name", "module_path", "class_name")
 """Of SGLang's extra configuration: where the class of a dynamic backend is."""
+
+STARTING_SECONDS = 120.0
+"""In which a backend has to be made and to answer: some register gigabytes of memory first."""
 
 PROBE_BYTES = (128, BLOCK_BYTES)
 """Values of these sizes are written and read back at the start."""
@@ -34,7 +37,7 @@ class BackendValues:
 
     def __init__(self, backend: Any):
         self.backend, self.by_address = backend, False
-        self._buffers = threading.local()
+        self._buffers, self._known = threading.local(), list[torch.Tensor]()
 
     def put(self, key: str, value: memoryview) -> bool:
         tensor = torch.frombuffer(value, dtype=torch.uint8)
@@ -62,11 +65,14 @@ class BackendValues:
         return bool(self.backend.exists(key))
 
     def _buffer(self) -> torch.Tensor:
-        """[BLOCK_BYTES] of this thread, which the backend knows."""
+        """[BLOCK_BYTES] of this thread, which the backend knows. It lives as long as the backend, which may have
+        pinned it: else another thread's could come to lie where it was."""
         if not hasattr(self._buffers, "own"):
-            self._buffers.own = torch.empty(BLOCK_BYTES, dtype=torch.uint8)
+            buffer = torch.empty(BLOCK_BYTES, dtype=torch.uint8)
+            self._known.append(buffer)
             if register := getattr(self.backend, "register_buffer", None):
-                register(self._buffers.own)
+                register(buffer)
+            self._buffers.own = buffer
         return self._buffers.own
 
 
@@ -104,8 +110,8 @@ def connect(extra: Mapping[str, Any], *, rank: int, ranks: int) -> BackendValues
 
     thread = threading.Thread(target=make, name="diffkv-store-start", daemon=True)
     thread.start()
-    thread.join(HANGING_SECONDS)
-    found = made[0] if made else ConfigError(f"it does not answer within {HANGING_SECONDS:g} seconds")
+    thread.join(STARTING_SECONDS)
+    found = made[0] if made else ConfigError(f"it does not answer within {STARTING_SECONDS:g} seconds")
     if isinstance(found, Exception):
         raise ConfigError(f"the backend {shown(extra.get('backend_name'))} cannot be used: {_text(found)}") from None
     return found
