@@ -147,7 +147,7 @@ def _judged(runner: Any, ranks: Ranks, given: DiffKVConfig, texts: Texts) -> Cho
     prompt, reply = scored_positions(len(texts.judged))
     configs = rungs(given)
     try:
-        means = _means(runner, texts.means)
+        means = _means(runner, ranks, texts.means)
         asked = (texts.judged, layers, [*prompt, *reply])
         reference = logits(runner, *asked, AS_COMPUTED)
 
@@ -176,14 +176,16 @@ def agreed(ranks: Ranks, loss: Loss) -> Loss:
     return Loss(*(float(x) / STEPS for x in found))
 
 
-def _means(runner: Any, ids: list[int]) -> torch.Tensor | None:
-    """Of the keys of this rank's heads, as the server would take them off; None where it would take none."""
+def _means(runner: Any, ranks: Ranks, ids: list[int]) -> torch.Tensor | None:
+    """Of the keys of this rank's heads, as the server would take them off; None where it would take none,
+    on any rank."""
     if any(layer.logit_cap for layer in attention_layers(runner.model)):
         return None
     sums = KeySums()
     read(runner, ids, sums.add)
     means = sums.means()
-    return None if impossible(means) else means
+    bad = ranks.largest(np.array([bool(impossible(means))], dtype=np.int64))[0]
+    return None if bad else means
 
 
 def _because(choice: Choice | None) -> str:

@@ -172,11 +172,11 @@ def unknown_token(req: Any) -> str:
     size = getattr(req, "vocab_size", None)
     if size is None or req.multimodal_inputs is not None or req.input_embeds is not None or req.lora_id is not None:
         return ""
-    ids = req.origin_input_ids
-    if not ids or (min(ids) >= 0 and max(ids) < size):
+    ids = np.asarray(req.origin_input_ids)
+    outside = (ids < 0) | (ids >= size)
+    if not outside.any():
         return ""
-    wrong = next(x for x in ids if not 0 <= x < size)
-    return f"input_ids has {wrong}, which is no token of this model: its tokens are 0 to {size - 1}"
+    return f"input_ids has {ids[outside][0]}, which is no token of this model: its tokens are 0 to {size - 1}"
 
 
 def grows_whole(req: Any) -> bool:
