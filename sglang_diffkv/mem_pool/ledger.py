@@ -150,8 +150,9 @@ class PageLedger:
         in a row if its tail is no whole number of pages."""
         if tokens <= 0:
             return 0
-        geometry, tail = self.manager.geometry, self.manager.prompts.tail
-        ragged = tail % geometry.fmt.high.tokens > 0 or (tail > 0 and self.manager.windows.ragged)
+        geometry, prompts = self.manager.geometry, self.manager.prompts
+        ragged = prompts.tail % geometry.fmt.high.tokens > 0 or (prompts.tail > 0 and self.manager.windows.ragged)
+        ragged |= prompts.page_size > 1 and len(geometry.fmt.tiers) > 1  # what is over a multiple is in the tail
         return geometry.most_pages(tokens) + geometry.heads * ragged
 
     def growth_estimate(self) -> float:

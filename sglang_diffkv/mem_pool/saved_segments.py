@@ -272,11 +272,13 @@ class SavedSegments:
         """What a segment of each part takes, as ``SavedRows.needed``. A request that waits asks again and again, so it
         is remembered: on all ranks alike, which ask alike."""
         new = [part for part in parts if part[1:] not in part[0].needed]
-        for (saved, lo, hi), needed in zip(new, self.rows.needed(new) if new else (), strict=True):
+        asked = dict(zip(new, self.rows.needed(new) if new else (), strict=True))
+        found = [asked[part] if part in asked else part[0].needed[part[1:]] for part in parts]
+        for (saved, lo, hi), needed in asked.items():  # a path may go through a segment twice
             if len(saved.needed) >= MOST_NEEDED:
                 saved.needed.clear()
             saved.needed[lo, hi] = needed
-        return [saved.needed[lo, hi] for saved, lo, hi in parts]
+        return found
 
     def restore(self, parts: Sequence[tuple[SavedSegment, int, int]], needed: Sequence[Needed]) -> list[Segment] | None:
         """Segments of the tokens at positions [lo, hi) of each part, as ``SavedRows.restore_all``; None, changing

@@ -10,6 +10,7 @@ from array import array
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import settings
@@ -631,6 +632,33 @@ def test_without_room_for_all_parts_the_first_ones_come_back() -> None:
     assert (host_of(world).counts["hits"], host_of(world).counts["tokens_restored"]) == (1, 152)
     world.leave(other, insert=False)
     assert admitted(world, [*first, *second, 1]) == 152, "a few tokens are computed"
+
+
+def test_a_prefix_may_go_twice_through_a_copy_whatever_was_asked_before() -> None:
+    """The host had the middle already when the whole was copied, of a segment that turns of a chat were joined to."""
+    world = World(900, exact=False, host_pages=400, write_policy=WRITE_BACK)
+    host, tokens, space = host_of(world), world.tokens(200), (None, None)
+    watch(world.manager)
+    host.leaving = lambda nodes: None  # type: ignore[method-assign]
+
+    def copied(start: int, end: int) -> None:
+        world.manager.counts.settle()
+        (segment,) = (x for x in world.manager.segments.cached if (x.lo, x.hi) == (start, end))
+        saved = host.saved.save(segment)
+        assert saved is not None
+        host.index.insert(space, np.array(tokens[:end]), saved, used=0.0, priority=0)
+
+    for length in (40, 80):
+        served(world, tokens[:length])
+    copied(40, 72)
+    evict_all(world)
+    served(world, tokens)
+    copied(0, 192)
+    evict_all(world)
+    assert [part[1:] for part in host.index.parts(space, np.array(tokens), 0)] == [(0, 40), (40, 72), (72, 192)]
+    for length in range(190, 90, -10):
+        assert admitted(world, [*tokens[:length], -1]) == length
+        evict_all(world)
 
 
 class Unasked(TorchDispatchMode):

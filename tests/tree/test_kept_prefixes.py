@@ -133,22 +133,20 @@ def test_the_next_turn_of_a_chat_takes_the_place_of_the_last(world: World) -> No
     assert len(kept.kept) == 2, "another branch is another prefix"
 
 
-def test_nobody_ends_what_another_keeps(world: World, clock: Clock) -> None:
-    """Neither by a shorter time nor by a sequence that has no room."""
-    shared, kept = told(world, world.tokens(250), 3600), kept_of(world.tree)
-    told(world, shared, 1)
-    assert len(kept.kept) == 1 and kept.counts["granted"] == 2, "all of it is kept for longer already"
-    told(world, [*shared, *world.tokens(40)], 1)
-    assert [x.tokens for x in kept.kept] == [250, 290]
-    clock.now += 2
+def test_who_asks_for_less_or_finds_no_room_ends_no_other_time(world: World, clock: Clock) -> None:
+    """A prompt that others begin with stays kept, whatever they ask for."""
+    stem, kept = told(world, world.tokens(60), 3600), kept_of(world.tree)
+    chat = told(world, [*stem, *world.tokens(30)], 5)
+    chat = told(world, [*chat, *world.tokens(30)], 5)
+    assert [x.tokens for x in kept.kept] == [60, 120], "a chat's next turn takes the place of the last"
+    clock.now += 6
     world.requests.scheduling_begins([])
-    assert [(x.tokens, x.until) for x in kept.kept] == [(250, 4600.0)]
-    for _ in range(3):
-        told(world, world.tokens(250), 3600)
-    told(world, [*shared, *world.tokens(40)], 7200)
-    assert (kept.tokens, kept.counts["no_room"]) == (1000, 1)
-    told(world, shared, 7200)
-    assert kept.tokens == 1000 and [x.until for x in kept.kept][-1] == 1002 + 7200, "it is over later"
+    assert [x.tokens for x in kept.kept] == [60]
+    others = [told(world, world.tokens(250), 5) for _ in range(3)]
+    told(world, [*stem, *world.tokens(230)], 3600)
+    assert kept.counts["no_room"] == 1 and len(kept.kept) == 1 + len(others) and kept.tokens == 60 + 750
+    told(world, [*stem, *world.tokens(90)], 3600)
+    assert kept.counts["no_room"] == 1 and kept.tokens == 750 + 150
 
 
 def test_what_was_evicted_all_the_same_is_kept_no_longer(world: World) -> None:

@@ -53,6 +53,14 @@ def test_running_and_ended_requests_share_multiples(page_size: int, form: str) -
     here.allocator.clear()
 
 
+def test_a_promise_covers_the_page_that_a_tail_begins() -> None:
+    """Of 35 tokens 25 may stay high, 1 go down and 9 be the tail, in 4, 1 and 2 pages. A window of whole pages is in no
+    page more."""
+    pages = [world(page_size, "two tiers").requests.ledger.prompt_pages(35) for page_size in (13, 1)]
+    assert pages == [4 + 1 + 2, 5 + 1]
+    assert world(13, "one tier").requests.ledger.prompt_pages(35) == 4 + 2
+
+
 @pytest.mark.parametrize("form", FORMS)
 def test_a_prompt_shorter_than_a_page_is_not_stored(form: str) -> None:
     here = world(64, form)

@@ -4,7 +4,7 @@ What such a request leaves in the tree is evicted after all else until its time 
 (``SessionRefs``). It is still evicted before a running request would have to wait. A server bounds the time
 (``keep_seconds``), and all that is kept together has ``KEPT_SHARE`` of the pool at most. A request beyond that is
 served, and counted; what it leaves is as that of others. A later request of the same sequence takes the place of an
-earlier one, unless that would be over later: nobody ends what another keeps.
+earlier one, unless that asked for longer.
 
 Ranks have clocks of their own, so they agree on whose time is over.
 """
@@ -29,10 +29,11 @@ COUNTS = ("granted", "no_room", "over")
 @dataclass(frozen=True, eq=False)
 class Keep:
     """A kept prefix, which no name of a client equals. ``until``: a reading of ``time.monotonic``. ``tokens``: of the
-    sequence."""
+    sequence. ``seconds``: that were asked for."""
 
     until: float
     tokens: int
+    seconds: int
 
 
 class KeptPrefixes(KeepRule):
@@ -62,29 +63,17 @@ class KeptPrefixes(KeepRule):
         seconds = compat.keep_seconds(req)
         if not seconds or not ended or not length:
             return
-        keep = Keep(time.monotonic() + seconds, length)
-        replaced, longer = self._within(leaf, keep.until)
-        if any(x in getattr(leaf, "sessions", ()) for x in longer):
-            self.counts["granted"] += 1  # all of it is kept for longer already
-            return
+        above = [x for node in self.tree.nodes(leaf) for x in getattr(node, "sessions", ()) if isinstance(x, Keep)]
+        replaced = [x for x in above if x.seconds <= seconds]  # and came before: ranks agree without their clocks
         if self.tokens - sum(x.tokens for x in replaced) + length > self.most_tokens:
             self.counts["no_room"] += 1
             return
         for x in replaced:
             self._release(x)
+        keep = Keep(time.monotonic() + seconds, length, seconds)
         self.kept[keep] = None
         self.counts["granted"] += 1
         self.refs.refer(keep, leaf)
-
-    def _within(self, leaf: Any, until: float) -> tuple[list[Keep], list[Keep]]:
-        """What is kept of the path to ``leaf``: what is over by ``until``, and what is not, on any rank."""
-        ends = {x for node in self.tree.nodes(leaf) for x in getattr(node, "sessions", ())}
-        here = [keep for keep in self.kept if keep in ends]  # in one order on all ranks
-        if not here:
-            return [], []
-        (later,) = self.ranks.largest_of([keep.until > until for keep in here])
-        pairs = list(zip(here, later, strict=True))
-        return [x for x, longer in pairs if not longer], [x for x, longer in pairs if longer]
 
     def scheduling_begins(self) -> None:
         """Time passes."""
