@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from sglang_diffkv.errors import UnsupportedError
+from sglang_diffkv.srt.backend import DiffKVAttnBackend
 from sglang_diffkv.srt.models.speculation import chain_worker, drafts_by_model
 from sglang_diffkv.srt.scheduling.allocator import SERVED
 from sglang_diffkv.srt.versions import compat
@@ -126,7 +127,7 @@ def update_mamba_state_after_mtp_verify(
 ) -> Any:
     """The states of layers that do not attend become those behind the last accepted drafts, as SGLang's kernel of GPUs
     does it. ``last_correct_step_indices``: [B], the place of each in its chain; below 0 the state stays."""
-    if last_correct_step_indices.device.type != "cpu":
+    if last_correct_step_indices.device.type != "cpu" or not isinstance(backend.full_attn_backend, DiffKVAttnBackend):
         return original(backend, last_correct_step_indices, *args, **kwargs)
     linear, steps = backend.linear_attn_backend, last_correct_step_indices.long()
     caches = linear.req_to_token_pool.get_speculative_mamba2_params_all_layers()
@@ -139,4 +140,5 @@ def update_mamba_state_after_mtp_verify(
 
 
 HOOKS = (create_worker, create_decode_backend, create_draft_extend_backend, update_mamba_state_after_mtp_verify)
-"""The last two are without effect unless a draft model runs on torch_native, which SGLang itself refuses."""
+"""The second and third are without effect unless a draft model runs on torch_native, which SGLang itself refuses; the
+last one is for a CPU."""
