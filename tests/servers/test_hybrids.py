@@ -14,6 +14,7 @@ from sglang_diffkv.capacity.model import read_model
 from sglang_diffkv.config import CONFIG_ENV, UNTRIED_ENV
 from sglang_diffkv.errors import UnsupportedError
 from sglang_diffkv.findings import Findings
+from sglang_diffkv.srt.backend import DiffKVAttnBackend
 from sglang_diffkv.srt.doctor import _without_states
 from sglang_diffkv.srt.models.hybrids import check_paged_layers, describe_layers, hybrid_problems, paged_layers
 from sglang_diffkv.srt.startup.draft_model import update_mamba_state_after_mtp_verify
@@ -57,12 +58,17 @@ def test_states_go_back_to_the_last_draft_that_was_accepted() -> None:
     before = [caches.temporal.clone(), caches.conv[0].clone()]
     rows = SimpleNamespace(get_speculative_mamba2_params_all_layers=lambda: caches)
     metadata = SimpleNamespace(mamba_cache_indices=torch.tensor([4, 1, 2, 0], dtype=torch.int32))
-    backend = SimpleNamespace(linear_attn_backend=SimpleNamespace(req_to_token_pool=rows, forward_metadata=metadata))
-    update_mamba_state_after_mtp_verify(None, backend, torch.tensor([0, 2, -1]), None, None, None)
+    linear = SimpleNamespace(req_to_token_pool=rows, forward_metadata=metadata)
+    ours = DiffKVAttnBackend.__new__(DiffKVAttnBackend)
+    backend = SimpleNamespace(linear_attn_backend=linear, full_attn_backend=ours)
+    steps = torch.tensor([0, 2, -1])
+    update_mamba_state_after_mtp_verify(None, backend, steps, None, None, None)
     pairs = [(caches.temporal, caches.intermediate_ssm), (caches.conv[0], caches.intermediate_conv_window[0])]
     for (states, each), old in zip(pairs, before):
         assert torch.equal(states[:, 4], each[:, 0, 0]) and torch.equal(states[:, 1], each[:, 1, 2])
         assert all(torch.equal(states[:, slot], old[:, slot]) for slot in (0, 2, 3)), "others' states stay"
+    another = SimpleNamespace(full_attn_backend=object())
+    assert update_mamba_state_after_mtp_verify(lambda *given: given, another, steps) == (another, steps), "as stock's"
 
 
 @pytest.mark.parametrize("alone", [True, False])
