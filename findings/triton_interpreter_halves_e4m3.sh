@@ -3,10 +3,10 @@
 #
 # Seen 2026-11-28 with triton 3.7.1 and torch 2.13.0, on a CPU (TRITON_INTERPRET=1). Known at triton-lang/triton#9808.
 #
-# Expected: `x.to(tl.float8e4nv)` gives the e4m3 number nearest to x, as torch's `x.to(torch.float8_e4m3fn)` does. So the
-#   error is at most half a step, 1/16 of a normal number.
+# Expected: `x.to(tl.float8e4nv)` gives the e4m3 number nearest to x, as torch's `x.to(torch.float8_e4m3fn)` does. The
+#   error is half a step at most, 1/16 of a normal number.
 # Happens: where rounding up overflows the mantissa and the exponent is odd, the carry is lost: 1.97 becomes 1.0, 7.8
-#   becomes 4.0. Of normally distributed numbers 3% become half of what they are; most others are right, so the mean
+#   becomes 4.0. Of normally distributed numbers 2 to 3% become half of what they are; the others are right, so the mean
 #   error of all rises by half only. Numbers below 2**-6, which e4m3 holds as subnormals, come out too small.
 # Why it matters: kernels of FP8 KV caches are tested in the interpreter where there is no GPU. There a right kernel
 #   fails against a reference, or a tolerance that lets it pass hides real faults. And a loss of quality that was
