@@ -20,6 +20,7 @@ from sglang_diffkv.evaluate.client import Record
 from sglang_diffkv.evaluate.server import Server, stock_backend
 from sglang_diffkv.key_means import write_key_means
 from sglang_diffkv.srt.models.speculation import CHAIN
+from sglang_diffkv.srt.versions.compat import sglang_version
 from tests.servers.hybrid_models import KINDS, Hybrid, abort_some, load
 from tests.servers.identity import check_tokens, first_difference
 from tests.servers.shared import STRICT, SharedServer, check_idle, stats_of, tokens
@@ -54,7 +55,13 @@ def _ask_stock(hybrid: Hybrid, shared_server: SharedServer) -> list[Record]:
     return _ask(shared_server.get(stock_backend(), args, model=hybrid.model, env=hybrid.stock_env))
 
 
-@pytest.mark.parametrize("drafts", [(), NGRAMS], ids=["", "n-grams"])
+n_grams_compile = pytest.mark.skipif(
+    sglang_version() == "0.5.17",
+    reason="SGLang 0.5.17's n-grams in C++ miss an include, so not all compilers take them",
+)
+
+
+@pytest.mark.parametrize("drafts", [(), pytest.param(NGRAMS, marks=n_grams_compile)], ids=["", "n-grams"])
 def test_lossless_gives_the_tokens_of_transformers(
     drafts: tuple[str, ...], hybrid_of: Callable[[str], Hybrid], server_of: Callable[..., Server]
 ) -> None:
