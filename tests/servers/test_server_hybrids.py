@@ -57,7 +57,7 @@ def _ask_stock(hybrid: Hybrid, shared_server: SharedServer) -> list[Record]:
 
 n_grams_compile = pytest.mark.skipif(
     sglang_version() == "0.5.17",
-    reason="SGLang 0.5.17's n-grams in C++ miss an include, so not all compilers take them",
+    reason="the C++ of SGLang 0.5.17's n-grams misses an include that some compilers need",
 )
 
 
