@@ -275,7 +275,7 @@ def test_a_figure_is_made_for_real(run, tmp_path):
 
 
 def test_the_doctor_is_asked_about_every_method(tmp_path):
-    found = served.refusals(str(NANO), ["--page-size", "16"], [DEFAULT])
-    assert "page" in found[DEFAULT]
+    found = served.refusals(str(NANO), ["--enable-lmcache"], [DEFAULT])
+    assert "lmcache" in found[DEFAULT]
     with pytest.raises(RuntimeError, match="could not be looked at"):
         served.refusals(str(NANO), [], [])
