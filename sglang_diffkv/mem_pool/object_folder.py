@@ -44,6 +44,9 @@ LOOK_SHARE, LEAST_SECONDS = 20, 1.0
 STALE_SECONDS = 3600
 """After which a file that was never finished is removed."""
 
+MOST_TRIES = 100
+"""To put an object under a key whose folder others remove each time, since it is empty. Then it is not written."""
+
 MOST_LISTED = 32
 """Objects of one key that are looked at; the newest of more."""
 
@@ -162,14 +165,14 @@ class ObjectFolder:
         return True
 
     def _place(self, partly: Path, key: str, name: str) -> None:
-        for last in (False, True):
+        for left in reversed(range(MOST_TRIES)):
             try:
                 for path in (os.path.dirname(self._folder(key)), self._folder(key)):
                     _make(path)
                 os.replace(partly, self._file(key, name))
                 return
             except FileNotFoundError:  # another server has just removed the empty folder
-                if last:
+                if not left or not partly.exists():
                     raise
 
     def _make_room(self, size: int) -> bool:

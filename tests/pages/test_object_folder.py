@@ -130,6 +130,28 @@ def test_writers_and_readers_at_once_see_whole_objects(tmp_path: Path) -> None:
     assert errors == [] and list((tmp_path / FOLDER / PARTLY).iterdir()) == []
 
 
+@pytest.mark.parametrize("times", [5, object_folder.MOST_TRIES])
+def test_a_folder_that_goes_before_its_object_comes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, times: int) -> None:
+    """Others remove an empty folder each time that it has just been made."""
+    folder, replace, left = ObjectFolder(tmp_path), os.replace, times
+
+    def late(source: Path, target: str) -> None:
+        nonlocal left
+        if left:
+            left -= 1
+            os.rmdir(os.path.dirname(target))
+        replace(source, target)
+
+    monkeypatch.setattr(os, "replace", late)
+    if times < object_folder.MOST_TRIES:
+        assert put(folder, "a") and content(folder, "a").startswith(b"a")
+    else:
+        with pytest.raises(FileNotFoundError):
+            put(folder, "a")
+        assert put(folder, "a")
+    assert list((tmp_path / FOLDER / PARTLY).iterdir()) == []
+
+
 def test_files_of_others_are_left_alone(tmp_path: Path) -> None:
     folder = ObjectFolder(tmp_path, 3 * BLOCK)
     assert put(folder, "a")
