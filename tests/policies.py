@@ -35,7 +35,7 @@ def _builder(kind: type[Kind], config: type[PolicyOptions] | None = None, **usua
 
 diffkv_policy = _builder(
     DiffKVPolicy, window=0, sinks=0, horizon=0, head_scale=None, alpha_between=(), observe_every=1,
-    pressure_window=None, generated_every=1,
+    pressure_window=None, generated_every=1, turn_window=None,
 )  # fmt: skip
 duo_policy = _builder(DuoPolicy, DuoPolicyConfig)
 h2o_policy = _builder(H2OPolicy, H2OPolicyConfig)

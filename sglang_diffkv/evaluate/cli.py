@@ -43,7 +43,7 @@ from sglang_diffkv.evaluate.tasks.reference import LEVELS
 from sglang_diffkv.files import missing_model
 
 KIND_ARGUMENTS = ("max_prompt_tokens", "run_generated_code")
-WINDOW_ARGUMENTS = ("prefix_tokens", "window_tokens", "top_logprobs")
+WINDOW_ARGUMENTS = ("prefix_tokens", "window_tokens", "turn_tokens", "top_logprobs")
 DEFAULT_CONFIGS = ("stock", "fp8", "diffkv={}")
 
 
@@ -98,6 +98,12 @@ def add_window_arguments(parser: argparse.ArgumentParser) -> None:
         "--prefix-tokens", type=number(bounds.Tokens), default=1024, help="of a wikitext window (default: %(default)s)"
     )
     parser.add_argument("--window-tokens", type=positive, default=128, help="scored after them (default: %(default)s)")
+    parser.add_argument(
+        "--turn-tokens",
+        type=number(bounds.Tokens),
+        default=0,
+        help="wikitext: the prefix comes in turns of so many tokens, as those of a chat (default: in one prompt)",
+    )
     parser.add_argument(
         "--top-logprobs",
         type=number(bounds.Tokens),

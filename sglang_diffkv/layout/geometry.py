@@ -72,6 +72,9 @@ class Segment:
     held: tuple[int, ...] = ()
     end: int = 0
     """Tokens of the sequence when the segment was made of it: so much is known to have left sliding layers' windows."""
+    settled: bool = False
+    """Whether it holds what it will hold: tokens of earlier turns have been compressed (``Policy.of_turns``), or there
+    was nothing to compress."""
     reads: dict[tuple[int, int], tuple[int, ...]] = field(default_factory=dict)
     """Entries of each tier, at most, that a row takes to read a range [lo, hi), where the device has counted them."""
 

@@ -89,7 +89,9 @@ class PageManager:
         low_grows = policy.compresses and len(geometry.fmt.tiers) > 1
         self.drafts, self.q_heads = drafts, q_heads or geometry.num_heads
         self.counts = PageCounts(self.device, self.rows, self.ranks, low_grows=low_grows, step_tokens=max(drafts, 1))
-        self.segments = SegmentStore(self.device, self.rows, self.counts)
+        slides = any(geometry.attention_spans)
+        turns = None if slides or len(self.fmt.tiers) == 1 else policy.of_turns
+        self.segments = SegmentStore(self.device, self.rows, self.counts, turns)
         self.prompts = Prompts(self.device, self.rows, self.counts, self.segments, self.high, self.windows)
         self.saved: SavedRows | None = None
         self.saved_segments: SavedSegments | None = None

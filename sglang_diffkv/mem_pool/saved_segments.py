@@ -40,14 +40,15 @@ class SavedSegment(SavedRow):
     """A segment's tokens at positions [start, hi) in host memory.
 
     Attributes:
-        as_computed, first: as of ``Segment``. nodes: nodes of an index that name it. lost: a rank could not copy it.
-        from_store: it came from a store, and no request has got it since. needed: what ranges [lo, hi) take, as far as
-            somebody asked.
+        as_computed, first, settled: as of ``Segment``. nodes: nodes of an index that name it. lost: a rank could not
+            copy it. from_store: it came from a store, and no request has got it since. needed: what ranges [lo, hi)
+            take, as far as somebody asked.
     """
 
     start: int = 0
     first: int = 0
     as_computed: bool = False
+    settled: bool = False
     nodes: int = field(default=0)
     lost: bool = False
     from_store: bool = False
@@ -58,13 +59,16 @@ class SavedSegment(SavedRow):
         """A segment whose pages are on their way to host pages; nothing is known of them yet."""
         hi, end, unknown = segment.hi, segment.end, NONE
         saved = cls(hi, end, runs, unknown, unknown, unknown, unknown, unknown, unknown)
-        saved.start, saved.first, saved.as_computed = segment.lo, segment.first, segment.as_computed
+        saved.start, saved.first = segment.lo, segment.first
+        saved.as_computed, saved.settled = segment.as_computed, segment.settled
         return saved
 
     def segment(self, lo: int, hi: int) -> Segment:
         """What a segment of the tokens at positions [lo, hi) is, but for its row."""
         first = self.first if self.as_computed else lo
-        return Segment(0, lo, hi, as_computed=self.as_computed, first=first, end=self.end)
+        found = Segment(0, lo, hi, as_computed=self.as_computed, first=first, end=self.end)
+        found.settled = self.settled
+        return found
 
 
 @dataclass(eq=False)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
+from itertools import groupby
 
 import numpy as np
 import torch
@@ -15,6 +16,7 @@ from sglang_diffkv.mem_pool.device import PageDevice
 from sglang_diffkv.mem_pool.rows import RequestRows
 from sglang_diffkv.mem_pool.segment_counts import SegmentCounts
 from sglang_diffkv.mem_pool.table_space import Entries, blocks_of
+from sglang_diffkv.policies.base import Policy
 from sglang_diffkv.policies.diffkv import KEEP
 
 MOST_READS = 64
@@ -24,14 +26,17 @@ MOST_READS = 64
 class SegmentStore:
     """Makes segments of rows' pages, cuts them, copies them to dense pages and gives them back.
 
+    Args:
+        turns: the rule by which earlier turns are compressed; None: they are not.
+
     Attributes:
         cached: segments of the prefix cache. counts_of: tokens that they and pending ones hold, by head.
         fragmented: replies among them that lie between tokens of their request's copy of its prompt, until its row is
             released.
     """
 
-    def __init__(self, device: PageDevice, rows: RequestRows, counts: PageCounts):
-        self.device, self.rows, self.counts = device, rows, counts
+    def __init__(self, device: PageDevice, rows: RequestRows, counts: PageCounts, turns: Policy | None = None):
+        self.device, self.rows, self.counts, self.turns = device, rows, counts, turns
         self.cached: set[Segment] = set()
         self.fragmented: list[Segment] = []
         self.counts_of = SegmentCounts(device)
@@ -171,27 +176,38 @@ class SegmentStore:
 
     # Dense copies
 
-    def _copy(self, row: int, parts: Path) -> None:
-        """Fill an empty segment row with the tokens of ``parts`` as they are."""
-        self.device.copy(row, rows_of(parts), parts[-1][2], KEEP)
+    def _copy(self, row: int, parts: Path, settling: Collection[Segment] = ()) -> None:
+        """Fill an empty segment row with the tokens of ``parts``: as they are, or, of segments that are ``settling``,
+        compressed as earlier turns are."""
+        pages = self.dense_pages(parts, settling)
+        for settles, some in groupby(parts, lambda part: part[0] in settling):
+            if not settles:
+                self.device.copy(row, rows_of(copied := [*some]), copied[-1][2], KEEP)
+                continue
+            assert self.turns is not None, "earlier turns stay as they are"
+            for segment, lo, hi in some:  # each ends with tokens that few others have seen
+                self.device.copy(row, [(segment.row, lo, hi)], hi, self.turns)
         self.device.freeze({row: 0})
         self.device.keep(row)
-        self.counts.record(-self.dense_pages(parts))
+        self.counts.record(-pages)
 
-    def join(self, parts: Path) -> Segment:
-        """A segment of the tokens of consecutive parts, copied as they are to dense pages, that no node names yet. The
-        caller has made sure of pages, a segment row and table blocks."""
+    def join(self, parts: Path, settling: Collection[Segment] = ()) -> Segment:
+        """A segment of the tokens of consecutive parts, copied to dense pages, that no node names yet. They are copied
+        as they are, but of segments that are ``settling`` they are compressed as earlier turns. The caller has made
+        sure of pages, a segment row and table blocks."""
         lo, hi = parts[0][1], parts[-1][2]
         row = self.take_row(self.device.space.dense_entries(hi - lo))
         assert row is not None, "no room to join segments"
-        self._copy(row, parts)
-        as_computed = all(segment.as_computed for segment, _, _ in parts)
+        self._copy(row, parts, settling)
+        as_computed = not settling and all(segment.as_computed for segment, _, _ in parts)
         end = joined_end(parts, longest_span(self.device.geometry.attention_spans))
         joined = Segment(row, lo, hi, nodes=0, as_computed=as_computed, first=lo, end=end)
+        settled = (segment in settling or not self.settles(segment) for segment, _, _ in parts)
+        joined.settled = self.turns is not None and all(settled)
         self.add(joined)
         return joined
 
-    def dense_pages(self, parts: Path) -> int:
+    def dense_pages(self, parts: Path, settling: Collection[Segment] = ()) -> int:
         """Upper bound of the pages that a dense copy of consecutive parts takes: by their tokens of each tier where
         they are whole segments and counted."""
         geometry = self.device.geometry
@@ -199,11 +215,31 @@ class SegmentStore:
         if not all(segment.pages and (segment.lo, segment.hi) == (lo, hi) for segment, lo, hi in parts):
             return most
         each = zip(self.held(parts), geometry.fmt.layouts, strict=True)
+        if settling:  # as many as before, but for the pages that each tier may begin, and a whole one of what is over
+            return min(most, sum(n // x.tokens + geometry.heads + 1 for n, x in each))
         return min(most, sum(n // x.tokens + min(n, geometry.heads) for n, x in each))
 
     def held(self, parts: Path) -> list[int]:
         """Tokens of each tier in whole counted segments, over all heads."""
         return [sum(of_tier) for of_tier in zip(*(segment.held for segment, _, _ in parts), strict=True)]
+
+    # Earlier turns
+
+    def settles(self, segment: Segment) -> bool:
+        """Whether some of a segment's tokens go down once it is an earlier turn."""
+        return self.turns is not None and not segment.settled and segment.hi - segment.lo > self._lasting(segment)
+
+    def _lasting(self, segment: Segment) -> int:
+        """Tokens of a segment that stay in the high tier when it settles, whatever their scores."""
+        assert self.turns is not None
+        return self.turns.window + max(min(self.turns.sinks, segment.hi) - segment.lo, 0)
+
+    def settled_tokens(self, segment: Segment) -> tuple[int, ...]:
+        """Tokens of each tier, over all heads, that a whole counted segment is expected to hold once it has settled: no
+        score keeps any in the high tier."""
+        high, *between, low = segment.held
+        down = max(high - self.device.geometry.heads * self._lasting(segment), 0)
+        return (high - down, *between, low + down)
 
     def needed_pages(self, held: Sequence[int]) -> float:
         """Pages that so many tokens of each tier are expected to take in one dense segment. The last page of a head and

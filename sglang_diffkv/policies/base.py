@@ -331,6 +331,13 @@ class Policy:
         return None
 
     @property
+    def of_turns(self) -> Policy | None:
+        """The rule by which the prefix cache compresses what it has of a conversation's earlier turns, once ``window``
+        tokens have followed: its own window is how many of each turn's newest tokens stay. None: they stay as they
+        were when their request ended."""
+        return None
+
+    @property
     def least_window(self) -> int | None:
         """The smallest window that a request may have for itself; None where all have the policy's."""
         return None

@@ -61,7 +61,7 @@ class DiffKVPolicy(Policy):
     ``head_scale``: [layers][KV heads] positive factors of all thresholds, None for 1 everywhere.
     ``observe_every``: of a prompt's tokens but the newest, every Nth observes; ``generated_every``: the same of
     generated ones. ``pressure_window``: the window that is left to running requests before one is retracted, None for
-    no other.
+    no other. ``turn_window``: the window that is left to earlier turns of a conversation, None for no other.
 
     With a single tier there is no low one, so a token at or above ``alpha_low`` stays and the rest go. With more than
     two, ``alpha_between`` are the thresholds of the tiers from the second to the last but one, falling.
@@ -77,6 +77,7 @@ class DiffKVPolicy(Policy):
     observe_every: int
     pressure_window: int | None
     generated_every: int = field()
+    turn_window: int | None = field()
 
     @property
     def under_pressure(self) -> DiffKVPolicy | None:
@@ -85,6 +86,13 @@ class DiffKVPolicy(Policy):
         if smaller is None or smaller >= self.window or not self.alpha_high:
             return None
         return replace(self, window=smaller, pressure_window=None)
+
+    @property
+    def of_turns(self) -> DiffKVPolicy | None:
+        smaller = self.turn_window
+        if smaller is None or smaller >= self.window or not self.alpha_high or self.prunes:
+            return None
+        return replace(self, window=smaller, pressure_window=None, turn_window=None)
 
     @property
     def least_window(self) -> int:
@@ -135,6 +143,7 @@ class DiffKVPolicy(Policy):
 KEEP = DiffKVPolicy(
     alpha_high=0.0, alpha_low=0.0, window=0, sinks=0, horizon=0, head_scale=None,
     alpha_between=(0.0,) * (MOST_TIERS - 2), observe_every=1, pressure_window=None, generated_every=1,
+    turn_window=None,
 )  # fmt: skip
 """Every token stays in its tier: for copies."""
 STAY = replace(KEEP, window=1 << 30)
@@ -173,6 +182,11 @@ class DiffKVPolicyConfig(PolicyOptions):
         description="a smaller window, to which the replies of running requests are compressed once more, before one "
         "of them is retracted for want of pages; null: never",
     )
+    turn_window: Window | None = Field(
+        default=None,
+        description="with compressed prefixes: newest tokens of a conversation's earlier turn that stay in the high "
+        "tier, once `window` tokens have followed it; null: all that were in the window when its request ended",
+    )
     head_scale: ByLayer[ByHead[Factor]] | None = Field(
         default=None, description="[layers][KV heads] factors of all thresholds"
     )
@@ -194,7 +208,8 @@ class DiffKVPolicyConfig(PolicyOptions):
                 f"observe_every {self.observe_every} is above window {self.window}: a chunk's last tokens outside the "
                 "window would have no score"
             )
-        for name, window in (("window", self.window), ("pressure_window", self.pressure_window or self.window)):
+        for name in ("window", "pressure_window", "turn_window"):
+            window = getattr(self, name) or self.window
             if self.generated_every > window:
                 raise ValueError(
                     f"generated_every {self.generated_every} is above {name} {window}: tokens would leave it that "
@@ -240,5 +255,5 @@ class DiffKVPolicyConfig(PolicyOptions):
     def build(self) -> DiffKVPolicy:
         return DiffKVPolicy(
             self.alpha_high, self.alpha_low, self.window, self.sinks, self.horizon, self.head_scale, self.alpha_between,
-            self._every, self.pressure_window, self.generated_every,
+            self._every, self.pressure_window, self.generated_every, self.turn_window,
         )  # fmt: skip

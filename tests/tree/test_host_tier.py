@@ -31,8 +31,9 @@ from sglang_diffkv.srt.tree.host_index import Part
 from sglang_diffkv.srt.tree.host_tier import SELECTIVE, WRITE_BACK, WRITE_THROUGH, HostTier
 from sglang_diffkv.srt.tree.private_space import HighSpace, WindowSpace
 from tests.helpers import Seen, seen_by, until
+from tests.policies import diffkv_policy
 from tests.tree.stand_in import Fields, Match, StandIn
-from tests.tree.test_prefix_cache import ROWS, TreeMachine, machine_settings
+from tests.tree.test_prefix_cache import ROWS, WINDOW, TreeMachine, machine_settings
 from tests.tree.test_retracted import (
     ExactRetractedMachine,
     RetractedMachine,
@@ -194,6 +195,12 @@ class ThroughMachine(HostMachine):
     write_policy = WRITE_THROUGH
 
 
+class TurnsHostMachine(ThroughMachine):
+    """Where earlier turns are compressed: the host's copies of them are replaced."""
+
+    policy = diffkv_policy(1.0, 0.0, WINDOW, turn_window=2)
+
+
 class ExactHostMachine(HostMachine, ExactRetractedMachine):
     write_policy = WRITE_THROUGH
     page_tokens = 16
@@ -211,12 +218,13 @@ class LosslessHostMachine(HostMachine):
     page_tokens = 32
 
 
-MACHINES = (HostMachine, ThroughMachine, ExactHostMachine, SlidingHostMachine, LosslessHostMachine)
+MACHINES = (HostMachine, ThroughMachine, TurnsHostMachine, ExactHostMachine, SlidingHostMachine, LosslessHostMachine)
 for machine in MACHINES:
     usual = machine_settings(40)
     machine.TestCase.settings = settings(usual, max_examples=2 * usual.max_examples)
 TestHost = HostMachine.TestCase
 TestThrough = ThroughMachine.TestCase
+TestTurnsHost = TurnsHostMachine.TestCase
 TestExactHost = ExactHostMachine.TestCase
 TestSlidingHost = SlidingHostMachine.TestCase
 TestLosslessHost = LosslessHostMachine.TestCase

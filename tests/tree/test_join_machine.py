@@ -9,7 +9,8 @@ from hypothesis.stateful import invariant, rule
 from sglang_diffkv.kernels.table import max_entries, row_table
 from sglang_diffkv.layout.geometry import Path
 from sglang_diffkv.layout.state import PageState
-from tests.tree.test_prefix_cache import ExactTreeMachine, TreeMachine, machine_settings
+from tests.policies import diffkv_policy
+from tests.tree.test_prefix_cache import WINDOW, ExactTreeMachine, TreeMachine, machine_settings
 
 
 def entries_taken(state: PageState, row: int, lo: int, hi: int) -> list[int]:
@@ -76,6 +77,14 @@ class ExactJoiningMachine(JoiningMachine, ExactTreeMachine):
     exact = True
 
 
+class TurnsMachine(JoiningMachine):
+    """The same where earlier turns are compressed behind the window."""
+
+    policy = diffkv_policy(1.0, 0.0, WINDOW, turn_window=2)
+
+
+TurnsMachine.TestCase.settings = machine_settings(60)
 JoiningMachine.TestCase.settings = ExactJoiningMachine.TestCase.settings = machine_settings(60)
 TestJoining = JoiningMachine.TestCase
+TestTurns = TurnsMachine.TestCase
 TestExactJoining = ExactJoiningMachine.TestCase

@@ -119,11 +119,11 @@ def test_copies_are_bounded_by_what_they_return(world: World, monkeypatch: pytes
     segments, copied = world.manager.segments, [0.0, 0.0]
     join = segments.join
 
-    def counting(parts: Any) -> Any:
+    def counting(parts: Any, settling: Any) -> Any:
         needed = segments.needed_pages(segments.held(parts))
         copied[0] += needed
         copied[1] += sum(segment.pages for segment, _, _ in parts) - needed
-        return join(parts)
+        return join(parts, settling)
 
     monkeypatch.setattr(segments, "join", counting)
     history: list[int] = []
@@ -140,7 +140,7 @@ def test_a_long_start_is_not_copied_for_short_turns(monkeypatch: pytest.MonkeyPa
     longest = []
     join = world.manager.segments.join
     monkeypatch.setattr(
-        world.manager.segments, "join", lambda parts: (longest.append(parts[-1][2] - parts[0][1]), join(parts))[1]
+        world.manager.segments, "join", lambda parts, _: (longest.append(parts[-1][2] - parts[0][1]), join(parts))[1]
     )
     for _ in range(25):
         end(world, turn(world, history))

@@ -22,7 +22,8 @@ class Options:
     Attributes:
         n: questions of each file, a fixed random sample; None for all.
         levels, only, exclude: of files whose questions have a task and a level.
-        prefix_tokens, window_tokens: of perplexity, the tokens in the cache and those scored after them.
+        prefix_tokens, window_tokens: of perplexity, the tokens in the cache and those scored after them. turn_tokens:
+            the former come in turns of so many, as those of a chat; 0: in one prompt.
         top_logprobs: likeliest tokens at each scored position, from which distributions are compared; 0 for none.
         max_prompt_tokens: of LongBench; longer prompts lose their middle. None for no limit.
         run_generated_code: whether code that the model wrote may be run to grade it.
@@ -36,6 +37,7 @@ class Options:
     exclude: Sequence[str] = ()
     prefix_tokens: int = 1024
     window_tokens: int = 128
+    turn_tokens: int = 0
     top_logprobs: int = 32
     max_prompt_tokens: int | None = None
     run_generated_code: bool = False

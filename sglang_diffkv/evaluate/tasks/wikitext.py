@@ -16,6 +16,9 @@ compression is measured: no token is generated.
 The same request tells the likeliest tokens at each scored position, by which whole distributions are compared with
 those of another configuration (``evaluate/distribution``), at no further pass of the model.
 
+With ``turn_tokens`` the prefix comes as the turns of a chat do: in prompts that each go on from the last one, by so
+many tokens. What the cache has of a prompt may depend on whether it came in one or in many.
+
 A window whose prefix was not found in the cache is an error, since it would measure an uncompressed cache.
 """
 
@@ -44,13 +47,14 @@ class PerplexityTask:
     server_args: tuple[str, ...] = field(default=(), init=False)
 
     def fingerprint(self) -> dict[str, Any]:
-        tops = {"top_logprobs": self.options.top_logprobs} if self.options.top_logprobs else {}
+        names = ("turn_tokens", "top_logprobs")
+        given = {name: value for name in names if (value := getattr(self.options, name))}
         return {
             "file": self.path.name,
             "sha256": sha256(self.path),
             "prefix_tokens": self.options.prefix_tokens,
             "window_tokens": self.options.window_tokens,
-            **tops,
+            **given,
         }
 
     def questions(self, tokenizer: Any) -> list[Question]:
@@ -65,7 +69,8 @@ class PerplexityTask:
             raise EvaluationError(
                 f"{self.name}: a window of {len(question.prompt_ids)} tokens does not fit in {endpoint.context}"
             )
-        before = endpoint.cache(question.prompt_ids[:prefix])
+        ends = [*range(self.options.turn_tokens or prefix, prefix, self.options.turn_tokens or prefix), prefix]
+        before = [endpoint.cache(question.prompt_ids[:end]) for end in ends]
         record = endpoint.score(question.prompt_ids, prefix, self.options.top_logprobs)
         if record.cached_tokens < prefix:
             raise EvaluationError(
@@ -75,8 +80,8 @@ class PerplexityTask:
         return Outcome(
             prompt_tokens=record.prompt_tokens,
             cached_tokens=record.cached_tokens,
-            requests=2,
-            latency=before.latency + record.latency,
+            requests=len(before) + 1,
+            latency=sum(x.latency for x in before) + record.latency,
             finish_reason=record.finish_reason,
             nll=-sum(record.input_logprobs),
             scored_tokens=len(record.input_logprobs),

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from sglang_diffkv.layout.geometry import Segment
 from sglang_diffkv.mem_pool.saved_segments import SavedSegment
 
 Part = tuple[SavedSegment, int, int]
@@ -46,6 +47,11 @@ class HostNode:
     def end(self) -> int:
         """Position after its last token."""
         return self.start + len(self.tokens)
+
+
+def is_within(saved: SavedSegment, lo: int, hi: int) -> bool:
+    """Whether what was saved lies within positions [lo, hi)."""
+    return lo <= saved.start and saved.hi <= hi
 
 
 class IndexListener:
@@ -133,6 +139,11 @@ class HostIndex:
             at = max(at, end)
         return at < len(tokens)
 
+    def has_larger(self, space: Hashable, tokens: np.ndarray, segment: Segment) -> bool:
+        """Whether a segment at the end of ``tokens`` has settled, and the host has some of it as it was before."""
+        before = [x.saved for x, _ in self._walk(space, tokens) if x.saved is not None and not x.saved.settled]
+        return segment.settled and any(is_within(saved, segment.lo, segment.hi) for saved in before)
+
     def touch(self, space: Hashable, tokens: np.ndarray, used: float, *, hit: bool = False) -> None:
         """A prefix was last used at ``used``, a reading of ``time.monotonic``."""
         for node, _ in self._walk(space, tokens):
@@ -143,7 +154,7 @@ class HostIndex:
 
     def insert(self, space: Hashable, tokens: np.ndarray, saved: SavedSegment, *, used: float, priority: int) -> None:
         """The host has saved the end of a prefix from ``saved.start`` on. Where it had it already, that stays; if it
-        had all of it, ``saved`` is dropped."""
+        had all of it, ``saved`` is dropped. But what has settled takes the place of the parts that became it."""
         node, at = self._roots.setdefault(space, HostNode(None, tokens[:0], 0, space)), 0
         while at < len(tokens):
             first = self._first(tokens[at:])
@@ -161,9 +172,19 @@ class HostIndex:
                 saved.nodes += 1
                 self.tokens += len(child.tokens)
                 self.told.came(child)
+            elif child.saved is not None and saved.settled and is_within(child.saved, saved.start, saved.hi):
+                child.saved = self._replaced(child.saved, saved)
             node, at = child, child.end
         if not saved.nodes:
             self._dropped(saved)
+
+    def _replaced(self, old: SavedSegment, saved: SavedSegment) -> SavedSegment:
+        """``saved``, which a node names from now on in the place of another."""
+        old.nodes -= 1
+        saved.nodes += 1
+        if not old.nodes:
+            self._dropped(old)
+        return saved
 
     def _split(self, node: HostNode, count: int) -> HostNode:
         """The first ``count`` tokens of a node are one of their own from now on; this one."""

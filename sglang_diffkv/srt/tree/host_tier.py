@@ -119,6 +119,11 @@ class HostTier(HostPrefixes):
         if self.policy == WRITE_THROUGH:
             self._unwritten[node] = None
 
+    def settled(self, node: Any) -> None:
+        """What the host has of its segment is written anew, as small as it is now."""
+        if self.policy == WRITE_THROUGH:
+            self._unwritten[node] = None
+
     def prompt_begun(self, req: Any, row: int, *, alone: bool) -> None:
         """A second request has matched a prefix."""
         if self.policy == SELECTIVE and not alone:
@@ -171,7 +176,7 @@ class HostTier(HostPrefixes):
             return False
         end = self._last_of(node)
         space, tokens = space_of(end.key), self._tokens(end)
-        if self.index.lacks(space, tokens, node.segment.lo):
+        if self.index.lacks(space, tokens, node.segment.lo) or self.index.has_larger(space, tokens, node.segment):
             return True
         self.index.touch(space, tokens, end.last_access_time)
         return False

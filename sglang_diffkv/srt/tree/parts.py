@@ -96,10 +96,13 @@ class PathRule(RequestListener):
     """Whether small segments of a path become one; here they do not.
 
     Attributes:
-        joined: paths joined so far.
+        joined: paths joined so far. settled: earlier turns that were compressed.
     """
 
-    joined = 0
+    joined = settled = 0
+
+    def settle(self, node: Any, length: int) -> None:
+        """A prompt of ``length`` tokens has come, whose path in the tree ends at ``node``."""
 
     def join(self, node: Any, *, evict: bool) -> bool:
         """Join parts of the path to ``node`` that take more table entries than their tokens need. False if none are.
@@ -172,6 +175,9 @@ class HostPrefixes(FromHost):
 
     def came(self, node: Any) -> None:
         """A node was inserted, with a segment of its own."""
+
+    def settled(self, node: Any) -> None:
+        """The earlier turns whose segment a node names take fewer pages from now on."""
 
     def leaving(self, nodes: list[Any]) -> None:
         """Nodes of one segment are about to be evicted, the first of them a leaf."""

@@ -8,20 +8,25 @@ from then on. Rows that read the old pages keep them.
 - ``tidy`` saves pages. It looks at the path of each request that has ended, and joins segments that nobody reads. An
   end of such a segment that the path leaves out is evicted first if it is shorter than a page.
 - ``join`` saves table entries. It looks at a path that a request is about to read.
+
+A request's newest tokens are in the high tier when it ends. If its conversation goes on, they lie behind the window one
+day, but no request owns them. So the policy may have a rule for earlier turns (``Policy.of_turns``): copies of them are
+compressed by it. They *settle*, once, each turn by itself. ``tidy`` does that, and ``settle`` when a prompt has come.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 
-from sglang_diffkv.layout.geometry import Path, Segment
+from sglang_diffkv.layout.geometry import Path, Segment, path_end
 from sglang_diffkv.mem_pool.segments import MOST_READS
 from sglang_diffkv.mem_pool.table_space import Entries, blocks_of
 from sglang_diffkv.srt.tree.parts import MOST_PARTS, PathRule
 from sglang_diffkv.srt.tree.prefix_cache import DiffKVPrefixCache
+from sglang_diffkv.srt.tree.private_space import is_private
 
 SEGMENT_ROWS = 2
 """Rows that joining takes before it returns others: one for the copy, one for the rest of a segment that is cut."""
@@ -46,8 +51,8 @@ class PathJoiner(PathRule):
 
     def __init__(self, tree: DiffKVPrefixCache):
         self.tree, self.manager = tree, tree.manager
-        self.joined = 0
-        """Paths joined so far."""
+        self.joined = self.settled = 0
+        """Paths joined, and earlier turns compressed, so far."""
         self.ended: list[Any] = []
         """Nodes where requests ended whose paths were not looked at since."""
 
@@ -103,12 +108,32 @@ class PathJoiner(PathRule):
             if node.segment is not None and not self._tidy(node):
                 self.ended.append(node)
 
-    def _tidy(self, node: Any) -> bool:
-        """Join what wastes pages in the path to ``node``; False if some of it is not counted yet."""
+    def settle(self, node: Any, length: int) -> None:
+        """A prompt of ``length`` tokens has come, whose path in the tree ends at ``node``. The turns of it that are
+        behind its window are compressed, where nobody reads them and there is room."""
+        segments = self.manager.segments
+        if segments.turns is not None and node is not self.tree.root_node and not self.tree.exact.keeps_prompts:
+            path = self.tree.path(node)[-MOST_PARTS:]
+            if self._settling(path, node, length):
+                self._tidy(node, length)
+
+    def _settling(self, path: Path, node: Any, length: int) -> set[Segment]:
+        """Segments of a ``path`` to ``node`` that settle now: ``length`` tokens of the conversation are known. Requests
+        that chose a tier or a window keep what they chose."""
+        segments, window = self.manager.segments, self.manager.policy.window
+        if segments.turns is None or self.tree.exact.keeps_prompts or is_private(node):
+            return set()
+        whole = [x for x, lo, hi in path if hi == x.hi and hi + window <= length and not self.tree.locked_nodes[x]]
+        return {segment for segment in whole if segments.settles(segment)}
+
+    def _tidy(self, node: Any, length: int = 0) -> bool:
+        """Join what wastes pages in the path to ``node``, and compress earlier turns in it; False if some of it is not
+        counted yet. ``length``: tokens of a prompt that begins with the path."""
         path, slides = self.tree.path(node)[-MOST_PARTS:], any(self.manager.geometry.attention_spans)
+        settling = self._settling(path, node, max(length, path_end(path)))
         if slides:
             path = [part for part in path[:-KEPT_ENDS] if part[1]]
-        if any(segment.row in self.manager.counts.uncounted for segment, _, _ in path):
+        if not length and any(segment.row in self.manager.counts.uncounted for segment, _, _ in path):
             return False
         nodes = self.tree.nodes(node)
         forks = self._forks(nodes) if slides else set()
@@ -116,11 +141,11 @@ class PathJoiner(PathRule):
         parts: Path = []
         found: list[Path] = []
         for part in [*path, None]:
-            joins = part is not None and self._unread(*part, stubs.get(part[0]))
+            joins = part is not None and self._joins(part, stubs, settling, node)
             if joins and part is not None:
                 parts.append(part)
             if not joins or (part is not None and part[2] in forks):
-                found.extend(self._wasteful(parts))
+                found.extend(self._wasteful(parts, settling))
                 parts = []
         given_up = [stub for run in found for segment, _, _ in run if (stub := stubs.get(segment))]
         for stub in given_up:
@@ -128,9 +153,22 @@ class PathJoiner(PathRule):
         if given_up:
             return False
         for run in found:
-            if self._make_room_to_tidy(run, node):
-                self._join(run, nodes)
+            if self._make_room_to_tidy(run, node, settling):
+                self._join(run, nodes, settling & {segment for segment, _, _ in run})
         return True
+
+    def _joins(
+        self, part: tuple[Segment, int, int], stubs: dict[Segment, list[Any] | None], settling: Collection[Segment],
+        node: Any,
+    ) -> bool:  # fmt: skip
+        """Whether a part of the path to ``node`` may be joined with its neighbours: not before it settles, nor before
+        it is counted."""
+        segment, segments = part[0], self.manager.segments
+        if segment.row in self.manager.counts.uncounted:
+            return False
+        if segment not in settling and segments.settles(segment) and not is_private(node):
+            return False
+        return self._unread(*part, stubs.get(segment))
 
     def _forks(self, nodes: list[Any]) -> set[int]:
         """Positions where other paths branch off from that of ``nodes``."""
@@ -170,15 +208,17 @@ class PathJoiner(PathRule):
             at += len(node.key)
         return None if node.children else stub[::-1]
 
-    def _wasteful(self, parts: Path) -> Iterator[Path]:
-        """The longest runs of ``parts`` that hold too many pages for their tokens."""
-        if len(parts) < 2:
+    def _wasteful(self, parts: Path, settling: Collection[Segment]) -> Iterator[Path]:
+        """The longest runs of ``parts`` that hold too many pages for their tokens, as they are once they have settled:
+        of two and more, or of one that settles."""
+        if not parts:
             return
-        counts = np.array([(segment.pages, *segment.held) for segment, _, _ in parts])
+        counts = np.array([(segment.pages, *self._held(segment, settling)) for segment, _, _ in parts])
         upto = np.concatenate([np.zeros_like(counts[:1]), counts]).cumsum(0).tolist()
         first = 0
-        while first < len(parts) - 1:
-            for end in range(len(parts), first + 1, -1):
+        while first < len(parts):
+            least = 1 if parts[first][0] in settling else 2
+            for end in range(len(parts), first + least - 1, -1):
                 pages, *held = (after - before for after, before in zip(upto[end], upto[first], strict=True))
                 if self._gain(pages, held) > 0:
                     yield parts[first:end]
@@ -186,18 +226,23 @@ class PathJoiner(PathRule):
                     break
             first += 1
 
+    def _held(self, segment: Segment, settling: Collection[Segment]) -> Sequence[int]:
+        """Tokens of each tier that a counted segment holds, or is expected to hold once it has settled."""
+        return self.manager.segments.settled_tokens(segment) if segment in settling else segment.held
+
     def _gain(self, pages: int, held: Sequence[int]) -> float:
         """Pages that joining is expected to return, of segments with so many pages and tokens of each tier; 0 if they
         waste few."""
         needed = self.manager.segments.needed_pages(held)
         return pages - needed if pages > WASTE * needed else 0.0
 
-    def _make_room_to_tidy(self, parts: Path, node: Any) -> bool:
+    def _make_room_to_tidy(self, parts: Path, node: Any, settling: Collection[Segment]) -> bool:
         """Whether there is room for the copy. For that no more pages are evicted than joining returns, and nothing for
         rows and table blocks while requests run."""
         segments, ledger = self.manager.segments, self.tree.ledger
-        pages = segments.dense_pages(parts)
-        gain = self._gain(sum(segment.pages for segment, _, _ in parts), segments.held(parts))
+        pages = segments.dense_pages(parts, [segment for segment, _, _ in parts if segment in settling])
+        held = [sum(of_tier) for of_tier in zip(*(self._held(x, settling) for x, _, _ in parts), strict=True)]
+        gain = self._gain(sum(segment.pages for segment, _, _ in parts), held)
         if pages > ledger.uncommitted_pages() + gain:
             return False
         if self.manager.rows and not self._has_rows(parts):
@@ -260,7 +305,7 @@ class PathJoiner(PathRule):
         tree.dec_lock_ref(node)
         return room
 
-    def _join(self, parts: Path, nodes: list[Any]) -> None:
+    def _join(self, parts: Path, nodes: list[Any], settling: Collection[Segment] = ()) -> None:
         tree, manager = self.tree, self.manager
         lo, hi = parts[0][1], parts[-1][2]
         if any(segment.row in manager.counts.uncounted for segment, _, _ in parts):
@@ -268,8 +313,8 @@ class PathJoiner(PathRule):
         for segment, _, _ in parts:
             tree.uncount(segment)
         read = {segment for segment, _, _ in parts if tree.locked_nodes[segment]}
-        reads = self._reads(parts)
-        joined = manager.segments.join(parts)
+        reads = self._reads(parts, settling)
+        joined = manager.segments.join(parts, settling)
         joined.reads.update(reads)
         tree.add_segment(joined)
         at, renamed = 0, []
@@ -285,16 +330,19 @@ class PathJoiner(PathRule):
             else:
                 manager.segments.cut_front(segment, end)
         self.joined += 1
+        self.settled += len(settling)
+        if settling:
+            self.tree.host.settled(renamed[-1])
         if any(manager.geometry.attention_spans):
             tree.told.ends_changed(renamed[0])
 
-    def _reads(self, parts: Path) -> dict[tuple[int, int], Entries]:
+    def _reads(self, parts: Path, settling: Collection[Segment]) -> dict[tuple[int, int], Entries]:
         """Entries of the joined segment's starts. Parts are copied in order, so a start is dense: who branches off
-        early does not pay for what is behind it, nor more than for the parts as they were."""
+        early does not pay for what is behind it, nor more than for the parts as they were, unless they settle."""
         space, reads, lo = self.manager.space, {}, parts[0][1]
         so_far = space.dense_entries(0)
         for segment, start, end in parts[:MOST_READS]:
-            more = space.part_entries(segment, start, end)
+            more = space.dense_entries(end - start) if segment in settling else space.part_entries(segment, start, end)
             so_far = tuple(n + m for n, m in zip(so_far, more, strict=True))
             reads[lo, end] = tuple(map(min, so_far, space.dense_entries(end - lo)))
         return reads

@@ -276,6 +276,8 @@ class DiffKVPrefixCache(EvictingTree):
         result = super().match_prefix(params)
         if self.inserting_row is not None:
             return result  # SGLang looks for what it has just inserted, and attaches nothing
+        if params.req is not None:
+            self.joiner.settle(result.last_device_node, len(params.key))
         node, found = result.last_device_node, self.depth(result.last_device_node)
         end = self.states.match_end(params.req, node, len(params.key), self._served)
         if end == found:
@@ -464,6 +466,7 @@ class DiffKVPrefixCache(EvictingTree):
             "pages_needed": needed,
             "pages_over_needed": held / needed if needed else 1.0,
             "joined": self.joiner.joined,
+            "settled": self.joiner.settled,
             **self.kept.report(),
             **shape(self.root_node, self.manager.segments.counts_of.pages_each),
         }
