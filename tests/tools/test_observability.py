@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import lzma
 import re
-from collections.abc import Iterator
+import subprocess
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -86,11 +87,15 @@ def rules() -> list[dict[str, Any]]:
     return [rule for group in read(WATCHED / "alerts.yml")["groups"] for rule in group["rules"]]
 
 
+def panels() -> list[tuple[str, str]]:
+    """The title and query of each line of the dashboard."""
+    dashboard = json.loads(DASHBOARD.read_text())
+    return [(panel["title"], target["expr"]) for panel in dashboard["panels"] for target in panel.get("targets", [])]
+
+
 def expressions() -> list[str]:
     """Of all queries of the dashboard and all alert rules."""
-    dashboard = json.loads(DASHBOARD.read_text())
-    panels = [target["expr"] for panel in dashboard["panels"] for target in panel.get("targets", [])]
-    return [*panels, *(rule["expr"] for rule in rules())]
+    return [*(query for _, query in panels()), *(rule["expr"] for rule in rules())]
 
 
 def metric_names() -> set[str]:
@@ -182,6 +187,45 @@ def test_alerts_say_what_and_how_bad() -> None:
     )
     texts = [rule["expr"].replace("[", " [") for rule in rules()]
     assert all(any(word in text for text in texts) for word in wanted)
+
+
+def promtool(program: Callable[[str], str], *args: str | Path) -> tuple[int, str]:
+    """Its exit status and all that it says."""
+    command = [program("promtool"), *args]
+    told = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    return told.returncode, told.stdout
+
+
+def test_each_alert_fires_on_its_bad_day_and_only_then(program: Callable[[str], str]) -> None:
+    """By Prometheus's own evaluation: a good day for all rules, and for each a day on which it fires, and is over."""
+    status, told = promtool(program, "check", "rules", WATCHED / "alerts.yml")
+    assert status == 0 and f"{len(rules())} rules found" in told, told
+    status, told = promtool(program, "test", "rules", WATCHED / "alerts_test.yml")
+    assert status == 0, told
+    days = [case for day in read(WATCHED / "alerts_test.yml")["tests"] for case in day.get("alert_rule_test", [])]
+    for rule in rules():
+        fires = [bool(case["exp_alerts"]) for case in days if case["alertname"] == rule["alert"]]
+        assert fires == [False, True, False], f"{rule['alert']}: before, meanwhile and behind"
+
+
+@pytest.mark.parametrize("change", ["fires always", "never fires", "does not wait"])
+def test_a_rule_that_is_wrong_is_found(program: Callable[[str], str], change: str, tmp_path: Path) -> None:
+    """Each of them, by its own day."""
+    whole, wrong = read(WATCHED / "alerts.yml"), []
+    for rule in (rule for group in whole["groups"] for rule in group["rules"]):
+        if change == "does not wait":
+            if rule.pop("for", None) is None:
+                continue
+        else:
+            rule["expr"] = "vector(1)" if change == "fires always" else f"({rule['expr']}) and on () vector(1) < 0"
+        wrong.append(rule["alert"])
+    days = read(WATCHED / "alerts_test.yml")
+    days["tests"] = days["tests"][1:]
+    for name, data in (("alerts.yml", whole), ("alerts_test.yml", days)):
+        (tmp_path / name).write_text(yaml.safe_dump(data), encoding="utf-8")
+    status, told = promtool(program, "test", "rules", tmp_path / "alerts_test.yml")
+    assert status == 1
+    assert {*re.findall(r"alertname: (\w+), time", told)} == {*wrong}
 
 
 @pytest.mark.parametrize("text", expressions())
