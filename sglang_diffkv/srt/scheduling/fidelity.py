@@ -211,8 +211,8 @@ class Fidelity:
         asked = f"{PLACE}.keep is {seconds:,}, and "
         if not self._keeps:
             raise ConfigError(
-                f'{asked}this server keeps nothing for requests ("keep_seconds": 0): drop the field, or start the server '
-                "with more keep_seconds"
+                f'{asked}this server keeps nothing for requests ("keep_seconds": 0): drop the field, or start the '
+                "server with more keep_seconds"
             )
         if seconds > self._keeps:
             raise ConfigError(
