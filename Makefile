@@ -73,12 +73,14 @@ $(STAMP): $(SOURCES)
 	$(call pip_install,--no-deps --no-build-isolation --editable .)
 	@touch $@
 
+PROGRAMS := chromium chromium-driver prometheus docker-compose
+
 # On Debian and as root. Tests are skipped without them, and fail with PYTEST_ARGS=--need-programs.
-programs: ## install the browser and the Prometheus that some tests run (Debian; as root)
-	@for name in chromedriver chromium prometheus promtool; do command -v $$name >/dev/null || missing=1; done; \
+programs: ## install the browser, the Prometheus and the docker-compose that some tests run (Debian; as root)
+	@for name in chromedriver chromium prometheus promtool docker-compose; do command -v $$name >/dev/null || missing=1; done; \
 		[ -z "$$missing" ] || for attempt in 1 2 3; do \
 			apt-get update -qq && DEBIAN_FRONTEND=noninteractive \
-				apt-get install -qq -y --no-install-recommends chromium chromium-driver prometheus >/dev/null && exit 0; \
+				apt-get install -qq -y --no-install-recommends $(PROGRAMS) >/dev/null && exit 0; \
 			[ $$attempt = 3 ] && exit 1; sleep $$((5 * attempt)); \
 		done
 

@@ -53,7 +53,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--need-programs",
         action="store_true",
-        help="a test fails where a program that it runs (a browser, Prometheus: make programs) is missing, and is not "
+        help="a test whose program (a browser, Prometheus, docker-compose: make programs) is missing fails, and is not "
         "skipped",
     )
 

@@ -125,6 +125,27 @@ def test_compose_keeps_to_the_specification() -> None:
         assert {*service.get("depends_on", {})} <= {*compose["services"]}
 
 
+def test_compose_itself_takes_the_file(program: Callable[[str], str], tmp_path: Path) -> None:
+    """``docker-compose config``, which needs no engine: it finds each file, and refuses what it does not know."""
+    compose = read(WATCHED / "compose.yml")
+    file = tmp_path / "compose.yml"
+    place = ["-p", compose.pop("name"), "-f", str(file), "--project-directory", str(WATCHED)]  # 1.29 knows no `name`
+
+    def config(data: dict[str, Any]) -> subprocess.CompletedProcess[str]:
+        file.write_text(yaml.safe_dump(data), encoding="utf-8")
+        return subprocess.run([program("docker-compose"), *place, "config"], capture_output=True, text=True)
+
+    taken = config(compose)
+    assert taken.returncode == 0, taken.stderr
+    assert {*yaml.safe_load(taken.stdout)["services"]} == {*compose["services"]}
+    for service in compose["services"].values():
+        for source, _ in mounts(service).values():
+            assert not source.startswith(".") or str((WATCHED / source).resolve()) in taken.stdout
+    compose["services"]["grafana"]["depends_on"] = ["nobody"]
+    refused = config(compose)
+    assert refused.returncode != 0 and "nobody" in refused.stderr
+
+
 def test_what_compose_starts_is_pinned_and_closed() -> None:
     for name, service in read(WATCHED / "compose.yml")["services"].items():
         assert re.fullmatch(r"[a-z]+/[a-z]+:v?\d+\.\d+\.\d+", service["image"]), f"{name}: a whole version"
