@@ -56,7 +56,7 @@ define pip_install
 endef
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo public test test-all test-versions test-fast sglang-suite fuzz test-gpu sanitize-gpu docs dist lint format clean distclean
+.PHONY: help venv programs demo public test test-all test-versions test-fast sglang-suite fuzz test-gpu sanitize-gpu docs dist lint format clean distclean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-13s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -72,6 +72,17 @@ $(STAMP): $(SOURCES)
 	$(call pip_install,--no-deps --no-build-isolation ./$(PLACEHOLDER))
 	$(call pip_install,--no-deps --no-build-isolation --editable .)
 	@touch $@
+
+PROGRAMS := chromium chromium-driver prometheus docker-compose
+
+# On Debian and as root. Tests are skipped without them, and fail with PYTEST_ARGS=--need-programs.
+programs: ## install the browser, the Prometheus and the docker-compose that some tests run (Debian; as root)
+	@for name in chromedriver chromium prometheus promtool docker-compose; do command -v $$name >/dev/null || missing=1; done; \
+		[ -z "$$missing" ] || for attempt in 1 2 3; do \
+			apt-get update -qq && DEBIAN_FRONTEND=noninteractive \
+				apt-get install -qq -y --no-install-recommends $(PROGRAMS) >/dev/null && exit 0; \
+			[ $$attempt = 3 ] && exit 1; sleep $$((5 * attempt)); \
+		done
 
 demo: venv ## start a server on the CPU, ask it questions, show the answers and the compressed bytes
 	$(CPU_ENV) $(BIN)/python examples/demo.py

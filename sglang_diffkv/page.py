@@ -70,8 +70,12 @@ td{overflow-wrap:break-word;max-width:40rem}
 .t{overflow-wrap:anywhere;min-width:9rem}
 tbody tr+tr>*{border-top:1px solid var(--line)}
 thead th{position:sticky;top:0;background:var(--card);font-weight:600;border-bottom:1px solid var(--line);z-index:1}
-tbody th{font-weight:600;position:sticky;left:0;background:var(--paper);max-width:18rem}
+thead th:first-child{left:0;z-index:2}
+tbody th{font-weight:600;position:sticky;left:0;background:var(--paper);max-width:18rem;
+overflow-wrap:break-word}
 .n{text-align:right;white-space:nowrap}
+thead th{vertical-align:bottom}
+thead .n{white-space:normal}
 .map{font-size:.78rem}
 .map th,.map td{padding:.12rem .4rem;text-align:right;white-space:nowrap;min-width:0}
 .map tbody tr>*{border-top:0}
@@ -84,7 +88,7 @@ overflow:hidden}
 details>summary{cursor:pointer;font-weight:600;margin:.5rem 0}
 footer{margin:2.5rem auto 2rem;color:var(--soft);font-size:.85rem}
 @media (max-width:30rem){th,td{padding:.25rem .4rem}.tiles{grid-template-columns:repeat(2,minmax(0,1fr))}
-tbody th{max-width:10rem}.t{min-width:7rem}}
+tbody th{max-width:13rem}.t{min-width:7rem}.bar{max-width:8vw}}
 """
     + _shades(_LIGHT, _BRIGHT_TEXT[0])
     + """

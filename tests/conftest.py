@@ -9,6 +9,7 @@ Property tests run the same examples each time. ``HYPOTHESIS_PROFILE=quick`` (``
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import tempfile
 from collections import defaultdict
@@ -28,6 +29,7 @@ if not torch.cuda.is_available():
 
 if TYPE_CHECKING:
     from sglang_diffkv.evaluate.server import Server
+    from tests.browser import Browser
     from tests.servers.preloaded import Preloaded
     from tests.servers.shared import SharedServer
 
@@ -47,6 +49,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         action="store_true",
         help="fork servers from a process that has imported SGLang (tests/servers/preloaded.py), where a test is not "
         "marked new_process; not on a GPU",
+    )
+    parser.addoption(
+        "--need-programs",
+        action="store_true",
+        help="a test whose program (a browser, Prometheus, docker-compose: make programs) is missing fails, and is not "
+        "skipped",
     )
 
 
@@ -138,6 +146,30 @@ def pytest_collection_modifyitems(items: Sequence[pytest.Item]) -> None:
         chosen = covering([item.callspec.params for item in variants], *marker.args)
         for index in set(range(len(variants))).difference(chosen):
             variants[index].add_marker("full")
+
+
+@pytest.fixture(scope="session")
+def program(request: pytest.FixtureRequest) -> Callable[[str], str]:
+    """The path of a program that is no Python package. Without it the test is skipped, or fails if that is asked."""
+
+    def found(name: str) -> str:
+        if path := shutil.which(name):
+            return path
+        missing = f"{name} is not installed (make programs)"
+        if request.config.getoption("--need-programs"):
+            pytest.fail(missing)
+        pytest.skip(missing)
+
+    return found
+
+
+@pytest.fixture(scope="session")
+def browser(program: Callable[[str], str]) -> Iterator[Browser]:
+    """A real one, for all tests of this process."""
+    from tests.browser import chromium
+
+    with chromium(program("chromedriver")) as opened:
+        yield opened
 
 
 @pytest.fixture(scope="session")

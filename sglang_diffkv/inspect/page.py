@@ -88,18 +88,27 @@ def _overview(report: Report) -> Html:
     x = report.snapshot
     used = x.pages_used / x.pages if x.pages else 0.0
     whole = f"{size(x.pages_used * x.page_bytes)} of {size(x.pages * x.page_bytes)}"
-    retracted = report.stats.get("retracted")
     figures = [
         ("tokens held", number(x.tokens), "by running requests and the prefix cache"),
         ("of bf16 bytes", number(x.ratio_pages), f"{number(x.ratio_tokens)} without free slots"),
         ("pages in use", percent(used), whole),
         ("running requests", "unknown" if x.requests is None else number(x.requests), ""),
     ]
-    if isinstance(retracted, Mapping) and "host_bytes" in retracted:
-        most = figure("bytes", retracted.get("host_bytes_most"))
-        figures.append(("host memory", figure("bytes", retracted["host_bytes"]), f"of {most}, for retracted requests"))
+    figures += _host_memory(report.stats)
     figures.append(("faults", number(x.faults), "requests that found no page" if x.faults else ""))
     return tiles(figures)
+
+
+def _host_memory(stats: Mapping[str, Any]) -> list[tuple[str, str, str]]:
+    """The tile of what retracted requests and evicted prefixes hold; none if the server tells neither."""
+    users = {"retracted": "retracted requests", "host_prefixes": "evicted prefixes"}
+    parts = {words: stats[name] for name, words in users.items() if isinstance(stats.get(name), Mapping)}
+    held = {words: found["host_bytes"] for words, found in parts.items() if isinstance(found.get("host_bytes"), int)}
+    if not held:
+        return []
+    most = figure("bytes", max(found.get("host_bytes_most") or 0 for found in parts.values()) or None)
+    shares = [words if len(held) == 1 else f"{words} ({size(count)})" for words, count in held.items()]
+    return [("host memory", size(sum(held.values())), f"of {most}, for {' and '.join(shares)}")]
 
 
 def _tiers(x: Snapshot) -> Html:

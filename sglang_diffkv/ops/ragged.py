@@ -98,7 +98,7 @@ class RaggedPrefill:
     def obstacle(head_dim: int, v_head_dim: int, scalings: Sequence[Scaling]) -> str:
         """Why FlashInfer cannot serve a model with such heads, whose layers have these scalings; empty if it can."""
         if importlib.util.find_spec("flashinfer") is None:
-            return "FlashInfer is not installed"
+            return "FlashInfer is not installed (pip install 'sglang-diffkv[gpu]')"
         if head_dim != v_head_dim or head_dim not in HEAD_DIMS:
             return f"FlashInfer has no kernel for head_dim {head_dim} with v_head_dim {v_head_dim}"
         if len(set(scalings)) > 1:

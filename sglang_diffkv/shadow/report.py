@@ -49,7 +49,7 @@ def render(told: Mapping[str, Any], about: Mapping[str, Any], *, refresh: bool =
         ("divergence, nats", _nats(told["divergence"]["mean"]), _error(told["divergence"], 1, "", 5)),
         ("requests judged", number(asked["judged"]), f"of {number(asked['sampled'])} sampled"),
         ("replies that part", _share(parted["share"]), _first_part(parted)),
-        ("prompt tokens cached", _share(told["share_cached"]), f"of {number(told['prompt_tokens'])}"),
+        ("prompt tokens cached", _share(told["share_cached"]), f"of {number(told['prompt_tokens'])}, when asked again"),
     ]
     prompts, positions = told["by_prompt"], told["by_position"]
     header = ("tokens", "same likeliest", BAR, "divergence, nats")

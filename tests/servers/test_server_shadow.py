@@ -16,6 +16,7 @@ from openai import OpenAI
 from benchmarks.paths import NANO
 from sglang_diffkv.evaluate.server import Server
 from sglang_diffkv.shadow import cli
+from tests.browser import Browser, check_looks
 from tests.servers.shared import START_TIMEOUT, STRICT, stats_of, tokens
 from tests.tools.shadowing import Shadow
 from tests.tools.test_page import check_page
@@ -83,6 +84,22 @@ def test_traffic_is_judged(reference: Server, server_of: Callable[..., Server]) 
     assert told["parted"]["requests"] >= 1 and "same likeliest token" in page.text
     assert "diffkv_shadow_judged_requests_total 5\n" in text
     assert "word word" not in page.text + text + json.dumps(told), "a prompt"
+
+
+def test_the_page_in_a_browser(reference: Server, server_of: Callable[..., Server], browser: Browser) -> None:
+    """It can be read, and has the figures of ``/json``."""
+    server = server_of("diffkv", ARGS, config=SMALL, env=STRICT)
+    sampling = {"max_new_tokens": 12, "temperature": 0, "ignore_eos": True}
+    with Shadow(server.url, reference.url, share=1.0) as shadow:
+        for seed in range(3):
+            body = {"input_ids": tokens(150 * (seed + 1), seed), "sampling_params": sampling}
+            requests.post(f"{shadow.url}/generate", json=body, timeout=60).raise_for_status()
+        told = judged(shadow, 3)
+        check_looks(browser, f"{shadow.report}/", "shadow")
+    assert browser.tile("requests judged") == "3"
+    assert browser.tile("same likeliest token") == f"{100 * told['agreement']['mean']:.2f}%" != "100.00%"
+    assert browser.tile("divergence, nats") == f"{told['divergence']['mean']:.5f}"
+    assert browser.tile("replies that part") == f"{100 * told['parted']['share']:.2f}%"
 
 
 def _said(reply: dict[str, Any]) -> Any:

@@ -1,5 +1,5 @@
 """A server as users meet it: planned by ``python -m sglang_diffkv.capacity``, then used in each way that SGLang has, by
-the examples. ``engine.py`` is in ``test_engine.py``, and ``make demo`` runs ``demo.py``."""
+the examples. ``engine.py`` is in ``test_engine.py``."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import random
 import re
 import sys
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from statistics import mean
 from typing import Any
@@ -123,6 +124,22 @@ def test_a_chat_of_the_openai_client(server: Server, example: Callable[[str], An
     second = next(x for x in out if x.startswith("turn 2"))
     assert first.endswith(" 0 of them cached") and not second.endswith(" 0 of them cached")
     assert stats_of(server)["finished"]["requests"] == before + 2
+
+
+def test_what_make_demo_shows(
+    server: Server, example: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    """But for its own server and most of the worked steps, which take long: most answers are right, and a ratio."""
+    server.flush_cache()
+    demo = example("demo")
+    monkeypatch.setattr(demo, "Server", lambda *args, **options: nullcontext(server))
+    monkeypatch.setattr(demo, "WORKED_STEPS", demo.WORKED_STEPS[:1])
+    assert demo.main([]) == 0
+    out = capsys.readouterr().out
+    answers = len(demo.WORKED_STEPS) + 1 + len(demo.SHARED_PREFIX)
+    assert answers - 1 <= len(re.findall(r"\bright +│", out)) <= answers
+    (ratio,) = re.findall(r"measured ratio (0\.\d+) of bf16 bytes", out)
+    assert 0.2 < float(ratio) < 0.6
 
 
 def test_a_chat_through_the_router(server: Server, example: Callable[[str], Any], capsys: Any) -> None:

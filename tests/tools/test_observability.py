@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import lzma
 import re
-from collections.abc import Iterator
+import subprocess
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -86,11 +87,15 @@ def rules() -> list[dict[str, Any]]:
     return [rule for group in read(WATCHED / "alerts.yml")["groups"] for rule in group["rules"]]
 
 
+def panels() -> list[tuple[str, str]]:
+    """The title and query of each line of the dashboard."""
+    dashboard = json.loads(DASHBOARD.read_text())
+    return [(panel["title"], target["expr"]) for panel in dashboard["panels"] for target in panel.get("targets", [])]
+
+
 def expressions() -> list[str]:
     """Of all queries of the dashboard and all alert rules."""
-    dashboard = json.loads(DASHBOARD.read_text())
-    panels = [target["expr"] for panel in dashboard["panels"] for target in panel.get("targets", [])]
-    return [*panels, *(rule["expr"] for rule in rules())]
+    return [*(query for _, query in panels()), *(rule["expr"] for rule in rules())]
 
 
 def metric_names() -> set[str]:
@@ -118,6 +123,27 @@ def test_compose_keeps_to_the_specification() -> None:
     assert {*compose["volumes"]} == {name for name in used if not name.startswith(".")}
     for service in compose["services"].values():
         assert {*service.get("depends_on", {})} <= {*compose["services"]}
+
+
+def test_compose_itself_takes_the_file(program: Callable[[str], str], tmp_path: Path) -> None:
+    """``docker-compose config``, which needs no engine: it finds each file, and refuses what it does not know."""
+    compose = read(WATCHED / "compose.yml")
+    file = tmp_path / "compose.yml"
+    place = ["-p", compose.pop("name"), "-f", str(file), "--project-directory", str(WATCHED)]  # 1.29 knows no `name`
+
+    def config(data: dict[str, Any]) -> subprocess.CompletedProcess[str]:
+        file.write_text(yaml.safe_dump(data), encoding="utf-8")
+        return subprocess.run([program("docker-compose"), *place, "config"], capture_output=True, text=True)
+
+    taken = config(compose)
+    assert taken.returncode == 0, taken.stderr
+    assert {*yaml.safe_load(taken.stdout)["services"]} == {*compose["services"]}
+    for service in compose["services"].values():
+        for source, _ in mounts(service).values():
+            assert not source.startswith(".") or str((WATCHED / source).resolve()) in taken.stdout
+    compose["services"]["grafana"]["depends_on"] = ["nobody"]
+    refused = config(compose)
+    assert refused.returncode != 0 and "nobody" in refused.stderr
 
 
 def test_what_compose_starts_is_pinned_and_closed() -> None:
@@ -182,6 +208,45 @@ def test_alerts_say_what_and_how_bad() -> None:
     )
     texts = [rule["expr"].replace("[", " [") for rule in rules()]
     assert all(any(word in text for text in texts) for word in wanted)
+
+
+def promtool(program: Callable[[str], str], *args: str | Path) -> tuple[int, str]:
+    """Its exit status and all that it says."""
+    command = [program("promtool"), *args]
+    told = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    return told.returncode, told.stdout
+
+
+def test_each_alert_fires_on_its_bad_day_and_only_then(program: Callable[[str], str]) -> None:
+    """By Prometheus's own evaluation: a good day for all rules, and for each a day on which it fires, and is over."""
+    status, told = promtool(program, "check", "rules", WATCHED / "alerts.yml")
+    assert status == 0 and f"{len(rules())} rules found" in told, told
+    status, told = promtool(program, "test", "rules", WATCHED / "alerts_test.yml")
+    assert status == 0, told
+    days = [case for day in read(WATCHED / "alerts_test.yml")["tests"] for case in day.get("alert_rule_test", [])]
+    for rule in rules():
+        fires = [bool(case["exp_alerts"]) for case in days if case["alertname"] == rule["alert"]]
+        assert fires == [False, True, False], f"{rule['alert']}: before, meanwhile and behind"
+
+
+@pytest.mark.parametrize("change", ["fires always", "never fires", "does not wait"])
+def test_a_rule_that_is_wrong_is_found(program: Callable[[str], str], change: str, tmp_path: Path) -> None:
+    """Each of them, by its own day."""
+    whole, wrong = read(WATCHED / "alerts.yml"), []
+    for rule in (rule for group in whole["groups"] for rule in group["rules"]):
+        if change == "does not wait":
+            if rule.pop("for", None) is None:
+                continue
+        else:
+            rule["expr"] = "vector(1)" if change == "fires always" else f"({rule['expr']}) and on () vector(1) < 0"
+        wrong.append(rule["alert"])
+    days = read(WATCHED / "alerts_test.yml")
+    days["tests"] = days["tests"][1:]
+    for name, data in (("alerts.yml", whole), ("alerts_test.yml", days)):
+        (tmp_path / name).write_text(yaml.safe_dump(data), encoding="utf-8")
+    status, told = promtool(program, "test", "rules", tmp_path / "alerts_test.yml")
+    assert status == 1
+    assert {*re.findall(r"alertname: (\w+), time", told)} == {*wrong}
 
 
 @pytest.mark.parametrize("text", expressions())

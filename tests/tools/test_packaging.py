@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import configparser
 import email
+import importlib.util
 import os
 import re
 import subprocess
@@ -19,6 +20,7 @@ import yaml
 
 from benchmarks.paths import NANO, REPOSITORY
 from sglang_diffkv import __version__, extra
+from sglang_diffkv.ops.ragged import RaggedPrefill
 
 FIND = "import importlib.util as u; found = u.find_spec('kernels'); print(found and found.origin)"
 
@@ -238,6 +240,8 @@ def test_programs_that_import_a_tool_get_an_import_error(monkeypatch: pytest.Mon
         extra.require("no_such_package")
 
 
-def test_the_extra_has_what_the_tools_ask_for() -> None:
-    named = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]["optional-dependencies"]["quality"]
-    assert {"matplotlib", "requests", "rich", "tqdm"} <= {*named}
+def test_the_extras_have_what_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    extras = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    assert {"matplotlib", "requests", "rich", "tqdm"} <= {*extras["quality"]} and "flashinfer-python" in extras["gpu"]
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    assert "pip install 'sglang-diffkv[gpu]'" in RaggedPrefill.obstacle(128, 128, ())

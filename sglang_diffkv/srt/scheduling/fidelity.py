@@ -210,7 +210,10 @@ class Fidelity:
         """Raise ConfigError if a request cannot keep what it leaves for so long."""
         asked = f"{PLACE}.keep is {seconds:,}, and "
         if not self._keeps:
-            raise ConfigError(f'{asked}this server keeps nothing for requests ("keep_seconds": 0): drop the field')
+            raise ConfigError(
+                f'{asked}this server keeps nothing for requests ("keep_seconds": 0): drop the field, or start the '
+                "server with more keep_seconds"
+            )
         if seconds > self._keeps:
             raise ConfigError(
                 f"{asked}this server keeps prefixes for {self._keeps:,} seconds at most: ask for fewer, or start the "
