@@ -88,8 +88,9 @@ class Preloaded:
     def __init__(self, env: Mapping[str, str] | None = None) -> None:
         inherited = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
         self.env = {**inherited, **CPU_ENV, **OFFLINE_ENV} if env is None else dict(env)
-        self._other: Preloaded | None = None
-        """For the last servers with another environment; it has no other."""
+        self._others: list[Preloaded] = []
+        """For servers with other environments; they have no others."""
+        self._forked: list[Process] = []
         self._socket: socket.socket | None = None
         self._process: subprocess.Popen[bytes] | None = None
 
@@ -100,14 +101,22 @@ class Preloaded:
         if list(command[:2]) != [sys.executable, "-m"] or command[2] not in MODULES:
             return subprocess.Popen(command, stdout=stdout, stderr=stderr, env=env, **rest)
         if not self._imports_alike(env):
-            if self._other is None or not self._other._imports_alike(env):
-                if self._other is not None:
-                    self._other.stop()
-                self._other = Preloaded(env)
-            return self._other.popen(command, stdout=stdout, stderr=stderr, env=env, **rest)
+            return self._other_for(env).popen(command, stdout=stdout, stderr=stderr, env=env, **rest)
         errors = stdout if isinstance(stderr, int) else stderr  # subprocess.STDOUT
         found = self.ask({"argv": list(command[2:]), "env": dict(env)}, stdout.fileno(), errors.fileno())
-        return Process(self, found["pid"], command)
+        self._forked.append(Process(self, found["pid"], command))
+        return self._forked[-1]
+
+    def _other_for(self, env: Mapping[str, str]) -> Preloaded:
+        """One with this environment. Those whose servers have ended end before another is made."""
+        for other in self._others:
+            if other._imports_alike(env):
+                return other
+        for other in [x for x in self._others if all(process.poll() is not None for process in x._forked)]:
+            other.stop()
+            self._others.remove(other)
+        self._others.append(Preloaded(env))
+        return self._others[-1]
 
     def _imports_alike(self, env: Mapping[str, str]) -> bool:
         """Whether modules that are imported with this environment are those of the process."""
@@ -143,8 +152,8 @@ class Preloaded:
 
     def stop(self) -> None:
         """End the process; servers are stopped by who started them."""
-        if self._other is not None:
-            self._other.stop()
+        for other in self._others:
+            other.stop()
         if self._socket is not None and self._process is not None:
             self._socket.close()
             self._process.wait()

@@ -25,8 +25,8 @@ STRICT = {**EVERY_STEP, CHECK_ENV: os.environ.get(CHECK_ENV, "1")}
 """The same after every so many steps, if the environment says so: ``make test`` does."""
 
 SHALLOW = ("--json-model-override-args", '{"num_hidden_layers": 2}')
-"""Two of nano's six layers: for tests in which it does not matter what a model says. A decode step takes less than half
-as long."""
+"""Two of nano's six layers: for tests that compare no tokens, since such a model repeats itself. A decode step takes
+less than half as long."""
 
 START_TIMEOUT = 600.0
 """Seconds; two servers may start on two busy cores."""

@@ -13,12 +13,11 @@ import requests as http
 
 from benchmarks.paths import REPOSITORY
 from sglang_diffkv.evaluate.server import Server
-from tests.servers.shared import SHALLOW, STRICT, stats_of, tokens
+from tests.servers.shared import STRICT, stats_of, tokens
 
 pytestmark = pytest.mark.server
 
-WHOLE = ["--max-total-tokens", "1800", "--chunked-prefill-size", "8192", "--schedule-policy", "lpm"]
-ARGS = [*WHOLE, *SHALLOW]
+ARGS = ["--max-total-tokens", "1800", "--chunked-prefill-size", "8192", "--schedule-policy", "lpm"]
 MIXED = {"rotate": "both", "policy": {"name": "diffkv", "window": 32, "alpha_high": 1e9}}
 ALONE = {"rotate": "both", "tiers": ["K8V4"]}
 EXACT = {**MIXED, "prefix_fidelity": "exact"}
@@ -221,8 +220,8 @@ def distance(ours: list[tuple[int, dict[int, float]]], stock: list[tuple[int, di
 
 def test_lossless_is_stock(server_of: Callable[..., Server]) -> None:
     """But for roundings of attention: where two tokens are a rounding apart either may be said."""
-    stock = known(server_of("torch_native", WHOLE))
-    server = server_of("diffkv", WHOLE, config=LOSSLESS, env=STRICT)
+    stock = known(server_of("torch_native", ARGS))
+    server = server_of("diffkv", ARGS, config=LOSSLESS, env=STRICT)
     lossless, default = known(server, tier("lossless")), known(server)
     near, far = (max(map(distance, ours, stock)) for ours in (lossless, default))
     assert near < 0.2 < far, "bf16 logits of 16 and more are 0.125 apart"

@@ -46,18 +46,19 @@ def _load(server: Server, prompts: list[list[int]]) -> list[Record]:
         return list(threads.map(ask, range(len(prompts))))
 
 
-TIGHT = ("--max-total-tokens", str(POOL), "--schedule-conservativeness", "0.1", *SHALLOW)
+WHOLE = ("--max-total-tokens", str(POOL), "--schedule-conservativeness", "0.1")
+TIGHT = (*WHOLE, *SHALLOW)
 
 
 @pytest.mark.full  # of lossless tiers, test_server_interleavings.py compares more
 def test_small_pool_completes_all_with_the_same_tokens(
     prompts: list[list[int]], server_of: Callable[..., Server]
 ) -> None:
-    room = ["--max-total-tokens", "16384", "--disable-radix-cache", *SHALLOW]
+    room = ["--max-total-tokens", "16384", "--disable-radix-cache"]
     server = server_of("diffkv", room, config=LOSSLESS, env=STRICT)
     roomy = _load(server, prompts)
     check_idle(server)
-    server = server_of("diffkv", TIGHT, config=LOSSLESS, env=STRICT)
+    server = server_of("diffkv", WHOLE, config=LOSSLESS, env=STRICT)
     tight = _load(server, prompts)
     check_tokens([x.output_ids for x in tight], roomy, "shared, evicted and retracted")
     assert "Retract requests" in server.log_text(), "the load did not exercise retraction"

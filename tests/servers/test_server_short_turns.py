@@ -74,7 +74,7 @@ def _chat(server: Server, turns: int) -> list[Record]:
 
 
 def test_turns_over_joined_segments_have_stock_s_tokens(server_of: Callable[..., Server]) -> None:
-    args = ["--max-total-tokens", str(POOL), *SHALLOW]
+    args = ["--max-total-tokens", str(POOL)]
     stock = _chat(server_of(stock_backend(), args), 60)
     server = server_of("diffkv", args, config=LOSSLESS, env=STRICT)
     found = _chat(server, 60)
