@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -62,24 +62,24 @@ def state_room(budget: int, size: int, ratio: float, asked: int | None = None, *
     return StateRoom(slots, (slots + 1) * size, slots // SLOTS_A_REQUEST if shared else slots)
 
 
-@dataclass(frozen=True)
-class HostTierPlan:
-    """Host memory for evicted prefixes, with which retracted requests share it.
+class HostRoom(Protocol):
+    """Host memory that an optional part needs. Retracted requests share it.
 
     Attributes:
-        write_policy: when prefixes are copied, as SGLang names it. ratio: of the pool's pages, if ``size`` is 0. size:
-            bytes. most: bytes that a ratio may take at most.
+        guests: whose pages lie there beside those. write_policy: when they are copied.
     """
 
-    write_policy: str
-    ratio: float
-    size: int = 0
-    most: int | None = None
+    @property
+    def guests(self) -> str: ...
+
+    @property
+    def write_policy(self) -> str: ...
 
     def bytes_for(self, pool: int) -> int:
         """Bytes beside a pool whose pages have so many."""
-        asked = int(self.ratio * pool)
-        return self.size or (asked if self.most is None else min(asked, self.most))
+
+    def describe(self, pool: int) -> str:
+        """What becomes of the guests, for the log and the doctor."""
 
 
 @dataclass(frozen=True)
@@ -100,8 +100,8 @@ class MemoryPlan:
     """Of fitted rotations."""
     keeps_retracted: bool = False
     """Whether what retracted requests hold goes to host memory."""
-    host_tier: HostTierPlan | None = None
-    """Host memory for evicted prefixes; None if they are gone."""
+    host_room: HostRoom | None = None
+    """Host memory of an optional part; None without one."""
     mixed_chunks: bool = False
     """Whether requests decode in passes over prompts too."""
 
@@ -163,10 +163,10 @@ class MemoryPlan:
         )
 
     def host_pages(self, geometry: Geometry) -> int:
-        """Pages of host memory for retracted requests and evicted prefixes."""
+        """Pages of all host memory."""
         pool = geometry.num_pages * self.fmt.page_bytes
-        if self.host_tier is not None:
-            return self.host_tier.bytes_for(pool) // self.fmt.page_bytes
+        if self.host_room is not None:
+            return self.host_room.bytes_for(pool) // self.fmt.page_bytes
         if not self.keeps_retracted:
             return 0
         usual = min(max(pool // USUAL_HOST_SHARE, LEAST_HOST_BYTES), MOST_HOST_BYTES)
@@ -200,11 +200,11 @@ class MemoryPlan:
         queries = query_cache(policy, geometry, self.q_heads, device="meta")
         host_pages, page_bytes = self.host_pages(geometry), self.fmt.page_bytes
         staged = staging_pages(self.fmt, geometry.num_pages) if self.gpu and host_pages else 0
-        staged *= 1 if self.host_tier is None else 2
+        staged *= 1 if self.host_room is None else 2
         return Footprint.of(
             state, geometry, ops, kv_slots=kv_slots, exact=exact, queries=queries, draft_bytes=self.draft_bytes,
             staging_bytes=staged * page_bytes, host_bytes=host_pages * page_bytes,
-            host_tier=self.host_tier is not None, rotation_bytes=self.rotation_bytes,
+            guests="" if self.host_room is None else self.host_room.guests, rotation_bytes=self.rotation_bytes,
         )  # fmt: skip
 
     def capacity_in(self, budget: int, num_rows: Callable[[int], int], max_tokens: int) -> int:

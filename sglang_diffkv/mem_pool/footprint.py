@@ -44,7 +44,7 @@ class Footprint:
         draft_bytes: int = 0,
         staging_bytes: int = 0,
         host_bytes: int = 0,
-        host_tier: bool = False,
+        guests: str = "",
         rotation_bytes: int = 0,
     ) -> Footprint:
         """What ``state`` and ``ops`` take, on the device "meta" too, where it is a plan.
@@ -52,8 +52,8 @@ class Footprint:
         Args:
             kv_slots: tokens that SGLang may hold at once. exact: whether the prefix cache keeps exact prompts.
             queries: of running requests. draft_bytes: that a draft model's keys and values take for each KV slot.
-            staging_bytes: that pages pass through to ``host_bytes`` of host memory, for retracted requests; with a
-                ``host_tier`` for evicted prefixes too. rotation_bytes: of fitted rotations.
+            staging_bytes: that pages pass through to ``host_bytes`` of host memory, for retracted requests and other
+                ``guests``. rotation_bytes: of fitted rotations.
         """
         rows = geometry.num_rows + geometry.num_segments
         counts = (state.entries, state.kept_entry, state.own_entry, state.own_tokens, state.hole, state.write_slot)
@@ -61,7 +61,7 @@ class Footprint:
         row_bytes += state.fault.itemsize + state.row_sign.itemsize + state.row_window.itemsize
         columns = len(geometry.fmt.tiers) + 1  # tokens of each tier, and pages
         row, ended = 4 * geometry.heads * columns, 8 * COUNT_AT * (columns + 1)
-        guests = "evicted prefixes and retracted requests" if host_tier else "retracted requests"
+        guests = f"{guests} and retracted requests" if guests else "retracted requests"
         held = {
             PAGES: state.pages.nbytes,
             "free list": state.ring.nbytes + state.counters.nbytes + state.refcount.nbytes,

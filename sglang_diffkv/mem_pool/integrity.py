@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -11,6 +11,9 @@ import torch
 from sglang_diffkv.kernels.table import row_table
 from sglang_diffkv.layout.state import TABLE_BLOCK
 from sglang_diffkv.mem_pool.page_manager import PageManager
+
+SLOTS_AT_ONCE = 1 << 18
+"""Slots of pages that are looked at together."""
 
 
 def check_integrity(manager: PageManager) -> None:
@@ -65,64 +68,117 @@ def _check_ring(manager: PageManager, references: torch.Tensor) -> None:
 
 
 def _check_rows(manager: PageManager) -> torch.Tensor:
-    state = manager.state
+    """References to each page, [pages] int32, of tables that are sound."""
+    state, space = manager.state, manager.space
     references = torch.zeros(state.num_pages + 1, dtype=torch.int32, device=state.device)
-    live = {*manager.rows, *(s.row for s in manager.held_segments)}
-    idle = [r for r in range(state.entries.shape[0]) if r not in live]
+    live = sorted({*manager.rows, *(s.row for s in manager.held_segments)})
+    idle = [r for r in range(state.entries.shape[0]) if r not in {*live}]
     assert not state.entries[idle].any(), "a row without owner has entries"
-    owner: dict[int, int] = {}
-    for row in sorted(live):
-        seen: list[torch.Tensor] = []  # (layer, head) and position of each token
-        rows = torch.tensor([row], device=state.device)
-        for tier, view in enumerate(state.tiers):
-            counts = state.entries[row, :, :, tier]
-            own_from = state.own_entry[row, :, :, tier]
-            kept_from = state.kept_entry[row, :, :, tier]
-            assert (own_from <= counts).all(), f"row {row}: own region outside entries"
-            assert (kept_from <= own_from).all() and (kept_from >= 0).all(), f"row {row}: a shared page is own"
-            bound = manager.space.bound(row)[tier]
-            assert int(counts.max()) <= bound, f"row {row} tier {tier}: {int(counts.max())} entries, bound {bound}"
-            assert bound <= len(manager.space.blocks[row][tier]) * TABLE_BLOCK, f"row {row}: no block for an entry"
-            width = int(counts.max())
-            if not width:
-                assert not state.own_tokens[row, :, :, tier].any(), f"row {row}: own tokens without pages"
-                continue
-            page, lo, hi = (x[0] for x in row_table(state, rows, tier, width))
-            entry = torch.arange(width, device=state.device)
-            used = entry < counts.unsqueeze(2)
-            ids = page[used]
-            assert ((ids >= 0) & (ids < state.num_pages)).all(), f"row {row}: page id out of range"
-            references.index_add_(0, ids, torch.ones_like(ids, dtype=torch.int32))
-            own = used & (entry >= own_from.unsqueeze(2))
-            for page_id in page[own].tolist():
-                assert owner.setdefault(page_id, row) == row, f"page {page_id} is written by two rows"
-            assert (state.refcount[page[own]] == 1).all(), f"row {row}: a writable page is shared"
-            tokens = view.layout.tokens
-            own_tokens = state.own_tokens[row, :, :, tier]
-            assert torch.equal(-(-own_tokens // tokens), counts - own_from), f"row {row}: own pages and tokens disagree"
-            position = view.positions[page]
-            slot = (entry.unsqueeze(1) * tokens + torch.arange(tokens, device=state.device)).expand(position.shape)
-            slot = slot - (own_from * tokens).unsqueeze(2).unsqueeze(3)
-            inside = own.unsqueeze(3) & (slot < own_tokens.unsqueeze(2).unsqueeze(3))
-            empty = inside & (position < 0)
-            if tier == 0:
-                hole = state.hole[row].unsqueeze(2).unsqueeze(3)
-                assert torch.equal(empty, inside & (slot == hole)), f"row {row}: empty slot that is no hole"
-            else:
-                assert not empty.any(), f"row {row}: empty slot of tier {tier}"
-            assert not (own.unsqueeze(3) & ~inside & (position >= 0)).any(), f"row {row}: token past the end"
-            valid = used.unsqueeze(3) & (position >= lo.unsqueeze(3)) & (position < hi.unsqueeze(3))
-            flat = valid.flatten(2)
-            head = torch.arange(state.num_layers * state.num_heads, device=state.device)
-            head = head.view(state.num_layers, state.num_heads, 1).expand(flat.shape)
-            seen.append(head[flat] << 32 | position.flatten(2)[flat].long())
-        if seen:
-            stored = torch.cat(seen)
-            assert stored.unique().numel() == stored.numel(), f"row {row}: a position is stored twice"
-            if row in manager.rows and stored.numel():
-                latest = int((stored & 0xFFFFFFFF).max())
-                assert latest < manager.rows.most(row), f"row {row}: a position past its length"
+    owned: list[torch.Tensor] = []
+    stored: list[torch.Tensor] = []
+    bounds = [space.bound(row) for row in live]
+    for tier in range(len(state.tiers)):
+        widths = state.entries[live, :, :, tier].flatten(1).amax(1).tolist() if live else []
+        for row, width, bound in zip(live, widths, bounds, strict=True):
+            assert width <= bound[tier], f"row {row} tier {tier}: {width} entries, bound {bound[tier]}"
+            assert bound[tier] <= len(space.blocks[row][tier]) * TABLE_BLOCK, f"row {row}: no block for an entry"
+        for rows in _together(live, widths, state.num_layers * state.num_heads * state.tiers[tier].layout.tokens):
+            _check_tier(manager, tier, torch.tensor(rows, device=state.device), references, owned, stored)
+    _check_owners(owned)
+    _check_positions(manager, stored)
     return references[: state.num_pages]
+
+
+def _together(rows: Sequence[int], widths: Sequence[int], slots: int) -> Iterator[list[int]]:
+    """Rows in groups, those of about as many entries together: so that few slots are looked at that no row has.
+    ``slots``: of an entry of all heads."""
+    found: list[int] = []
+    for width, row in sorted(zip(widths, rows, strict=True)):
+        if found and (len(found) + 1) * width * slots > SLOTS_AT_ONCE:
+            yield found
+            found = []
+        found.append(row)
+    if found:
+        yield found
+
+
+def _require(rows: torch.Tensor, sound: torch.Tensor, text: str) -> None:
+    """Raise AssertionError, with the first of ``rows``, [R], for which not all of ``sound``, [R, ...], is true."""
+    bad = rows[~sound.flatten(1).all(1)]
+    assert not bad.numel(), f"row {int(bad[0])}: {text}"
+
+
+def _check_tier(
+    manager: PageManager,
+    tier: int,
+    rows: torch.Tensor,
+    references: torch.Tensor,
+    owned: list[torch.Tensor],
+    stored: list[torch.Tensor],
+) -> None:
+    """Check the entries and tokens of a tier of ``rows``, [R] int64.
+
+    Args:
+        references: [pages + 1] int32, to which those of the rows are added. owned: gets pages that rows write, with
+            their rows, [2, n]. stored: gets rows of tokens, with head and position of each as one number, [2, n].
+    """
+    state, view = manager.state, manager.state.tiers[tier]
+    counts, own_from, kept_from, own_tokens = (
+        x[rows, :, :, tier] for x in (state.entries, state.own_entry, state.kept_entry, state.own_tokens)
+    )
+    _require(rows, own_from <= counts, "own region outside entries")
+    _require(rows, (kept_from <= own_from) & (kept_from >= 0), "a shared page is own")
+    tokens, width = view.layout.tokens, int(counts.max())
+    _require(rows, -(-own_tokens // tokens) == counts - own_from, "own pages and tokens disagree")
+    if not width:
+        return
+    page, lo, hi = row_table(state, rows, tier, width)
+    entry = torch.arange(width, device=state.device)
+    used = entry < counts.unsqueeze(3)
+    _require(rows, ~used | (page >= 0) & (page < state.num_pages), "page id out of range")
+    ids = page[used]
+    references.index_add_(0, ids, torch.ones_like(ids, dtype=torch.int32))
+    own = used & (entry >= own_from.unsqueeze(3))
+    _require(rows, ~own | (state.refcount[page] == 1), "a writable page is shared")
+    owner = rows.view(-1, 1, 1, 1).expand(page.shape)
+    owned.append(torch.stack([page[own], owner[own]]))
+    position = view.positions[page]
+    slot = entry.unsqueeze(1) * tokens + torch.arange(tokens, device=state.device)
+    slot = slot - (own_from * tokens).view(*own_from.shape, 1, 1)
+    inside = own.unsqueeze(4) & (slot < own_tokens.view(*own_from.shape, 1, 1))
+    empty = inside & (position < 0)
+    if tier == 0:
+        hole = state.hole[rows].view(*own_from.shape, 1, 1)
+        _require(rows, empty == (inside & (slot == hole)), "empty slot that is no hole")
+    else:
+        _require(rows, ~empty, f"empty slot of tier {tier}")
+    _require(rows, ~(own.unsqueeze(4) & ~inside & (position >= 0)), "token past the end")
+    valid = used.unsqueeze(4) & (position >= lo.unsqueeze(4)) & (position < hi.unsqueeze(4))
+    head = torch.arange(state.num_layers * state.num_heads, device=state.device)
+    place = head.view(1, state.num_layers, state.num_heads, 1, 1) << 32 | position.long()
+    stored.append(torch.stack([owner.unsqueeze(4).expand(valid.shape)[valid], place[valid]]))
+
+
+def _check_owners(owned: Sequence[torch.Tensor]) -> None:
+    """Raise AssertionError if two rows write a page."""
+    pages, rows = torch.cat([torch.empty(2, 0, dtype=torch.int64), *(x.cpu() for x in owned)], 1)
+    pages, order = pages.sort()
+    two = (pages[1:] == pages[:-1]) & (rows[order][1:] != rows[order][:-1])
+    assert not two.any(), f"page {int(pages[1:][two][0])} is written by two rows"
+
+
+def _check_positions(manager: PageManager, stored: Sequence[torch.Tensor]) -> None:
+    """Raise AssertionError for a position that a head of a row has twice, or that is past the row's length."""
+    rows, places = torch.cat([torch.empty(2, 0, dtype=torch.int64), *(x.cpu() for x in stored)], 1)
+    keys = (rows << 48 | places).sort().values
+    twice = keys[1:] == keys[:-1]
+    assert not twice.any(), f"row {int(keys[1:][twice][0]) >> 48}: a position is stored twice"
+    latest = torch.full((manager.state.entries.shape[0],), -1)
+    latest.scatter_reduce_(0, rows, places & 0xFFFFFFFF, "amax")
+    for row, last in enumerate(latest.tolist()):
+        assert row not in manager.rows or last < max(manager.rows.most(row), 0), (
+            f"row {row}: a position past its length"
+        )
 
 
 def _check_blocks(manager: PageManager) -> None:

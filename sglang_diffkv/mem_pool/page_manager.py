@@ -34,7 +34,7 @@ from sglang_diffkv.mem_pool.row_windows import RowWindows
 from sglang_diffkv.mem_pool.rows import RequestRows
 from sglang_diffkv.mem_pool.running import RunningCompression, query_cache
 from sglang_diffkv.mem_pool.saved_rows import SavedRows
-from sglang_diffkv.mem_pool.saved_segments import SavedSegments
+from sglang_diffkv.mem_pool.saved_segments import GUESTS, SavedSegments
 from sglang_diffkv.mem_pool.segments import SegmentStore
 from sglang_diffkv.mem_pool.steps import LaunchedStep, PlannedStep
 from sglang_diffkv.mem_pool.table_space import TableFull, TableSpace
@@ -126,6 +126,16 @@ class PageManager:
     @property
     def space(self) -> TableSpace:
         return self.device.space
+
+    @property
+    def staging_bytes(self) -> int:
+        """Bytes of the device that pages pass through on their way to host memory and back."""
+        return sum(part.staging_bytes for part in (self.saved, self.saved_segments) if part is not None)
+
+    @property
+    def guests(self) -> str:
+        """Whose pages lie in host memory beside those of retracted requests; empty if nobody's do."""
+        return "" if self.saved_segments is None else GUESTS
 
     @property
     def held_segments(self) -> list[Segment]:

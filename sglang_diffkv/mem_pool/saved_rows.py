@@ -1,5 +1,5 @@
-"""What a request's row sees, kept in host memory while the request has no row, and brought back as a segment; and
-segments of the prefix cache that are kept there beyond their eviction (``saved_segments.py``).
+"""What a request's row sees, kept in host memory while the request has no row, and brought back as a segment.
+Others may share that memory (``share_memory``).
 
 A page is opaque here: whole pages are gathered to a staging buffer and copied out behind all that is launched, and back
 in the same way. What a row knows of a page beside its bytes, its place and its position range, stays on the host.
@@ -130,7 +130,7 @@ class SavedRows:
         count: host pages. in_parts: they are pinned as they are taken, and not at the start.
 
     Attributes:
-        held: what is saved. host: its memory. shared: whether evicted prefixes lie in the same memory.
+        held: what is saved. host: its memory. shared: whether somebody else holds pages of it.
     """
 
     def __init__(

@@ -34,6 +34,9 @@ MOST_NEEDED = 8
 
 NONE = np.empty(0, dtype=np.int32)
 
+GUESTS = "evicted prefixes"
+"""Of host memory, in reports."""
+
 
 @dataclass(eq=False)
 class SavedSegment(SavedRow):

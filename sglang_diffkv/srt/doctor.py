@@ -18,14 +18,13 @@ from sglang_diffkv.findings import Findings
 from sglang_diffkv.ladder import RUNGS, rungs
 from sglang_diffkv.layout.page_format import PageFormat
 from sglang_diffkv.layout.spans import SLACK, kept_in_layers
-from sglang_diffkv.plan import CONTEXT_SLACK, MemoryPlan, planned_request_rows, state_room
+from sglang_diffkv.plan import CONTEXT_SLACK, planned_request_rows, state_room
 from sglang_diffkv.srt.models import kv_scales
 from sglang_diffkv.srt.models.hybrids import describe_layers, paged_layers
 from sglang_diffkv.srt.models.scaling import configured_spans
 from sglang_diffkv.srt.models.speculation import draft_room
-from sglang_diffkv.srt.startup import disk_store
 from sglang_diffkv.srt.startup.draft_model import bytes_of_slot
-from sglang_diffkv.srt.startup.host_memory import describe
+from sglang_diffkv.srt.startup.optional_parts import PARTS
 from sglang_diffkv.srt.startup.preflight import check_reading, configurator_of, model_reads_window, planned
 from sglang_diffkv.srt.startup.preflight import kernels as _kernels
 from sglang_diffkv.srt.tree.retracted import why_recomputed
@@ -319,9 +318,12 @@ def _memory(findings: Findings, configurator: Any, given: str | None, gib: float
     text += f", with tables and scratch{beside}: {budget // (stock + draft_bytes):,}"
     findings.add(f"tokens in {where}", text, tokens, key="memory.tokens")
     findings.note("memory.bf16_tokens", budget // (stock + draft_bytes))
-    _retraction(findings, plan, tokens, context, obstacle)
-    if store := disk_store.describe(configurator.arguments):
-        findings.add("prefixes on disk", store)
+    geometry = plan.geometry(tokens, 2, context)
+    pool, host = (pages * plan.fmt.page_bytes for pages in (geometry.num_pages, plan.host_pages(geometry)))
+    text = f"computed again: {obstacle}" if obstacle else f"kept in up to {host / GIB:.2f} GiB of the host's memory"
+    findings.add("retracted requests", text, host, key="memory.retracted_host_bytes")
+    for part in PARTS:
+        part.add_findings(findings, configurator.arguments, plan.host_room, pool, host)
 
 
 def _tokens_that_fit(tokens: int, fmt: PageFormat, attention_spans: Sequence[int], context: int) -> str:
@@ -339,16 +341,6 @@ def _tokens_that_fit(tokens: int, fmt: PageFormat, attention_spans: Sequence[int
         lowest = full * high.tokens / low.tokens + windows
         text += f", up to {tokens / lowest:,.0f} if all else is {low.tier.name}"
     return text
-
-
-def _retraction(findings: Findings, plan: MemoryPlan, tokens: int, context: int, obstacle: str) -> None:
-    """What becomes of retracted requests, with the host's memory beside a pool of ``tokens``."""
-    size = plan.host_pages(plan.geometry(tokens, 2, context)) * plan.fmt.page_bytes
-    text = f"computed again: {obstacle}" if obstacle else f"kept in up to {size / GIB:.2f} GiB of the host's memory"
-    findings.add("retracted requests", text, size, key="memory.retracted_host_bytes")
-    if plan.host_tier is not None:
-        pool = plan.geometry(tokens, 2, context).num_pages * plan.fmt.page_bytes
-        findings.add("evicted prefixes", describe(plan.host_tier, pool), size, key="memory.evicted_host_bytes")
 
 
 def _draft_model(findings: Findings, args: Any) -> int:

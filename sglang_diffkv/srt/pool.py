@@ -66,12 +66,10 @@ class DiffKVPool(KVCache):
         state, geometry, ops = self.manager.state, self.manager.geometry, self.manager.ops
         running = self.manager.running
         queries, saved = None if running is None else running.cache, self.manager.saved
-        staging, host = (0, 0) if saved is None else (saved.staging_bytes, saved.host.pages.nbytes)
-        evicted = self.manager.saved_segments
-        staging += 0 if evicted is None else evicted.staging_bytes
+        host = 0 if saved is None else saved.host.pages.nbytes
         return Footprint.of(
             state, geometry, ops, kv_slots=self.kv_slots, exact=exact, queries=queries, draft_bytes=self.draft_bytes,
-            staging_bytes=staging, host_bytes=host, host_tier=evicted is not None,
+            staging_bytes=self.manager.staging_bytes, host_bytes=host, guests=self.manager.guests,
         )  # fmt: skip
 
     def get_kv_size_bytes(self) -> int:

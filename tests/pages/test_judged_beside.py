@@ -87,14 +87,12 @@ def held(manager: PageManager, row: int) -> tuple[np.ndarray, list[tuple[Any, ..
 
 
 @pytest.mark.parametrize("tiers", ["BF16", "K8V4 K4V2"])
-@pytest.mark.parametrize("late", [False, True])
 @pytest.mark.parametrize(
-    ("kernels", "first"),
+    ("kernels", "late", "first"),
     [
-        ("reference", True),
-        ("reference", False),
-        ("triton", True),
-        pytest.param("triton", False, marks=pytest.mark.full),
+        *(("reference", late, first) for late in (False, True) for first in (True, False)),
+        ("triton", True, True),
+        *(pytest.param("triton", *x, marks=pytest.mark.full) for x in ((False, True), (True, False), (False, False))),
     ],
 )
 def test_what_stays_is_what_stays_between_two_steps(tiers, kernels, late, first):

@@ -2,9 +2,10 @@
 
 A server is three processes or more, each of which imports SGLang and all of its models: ten seconds of CPU, again and
 again in a run of the tests. ``Preloaded`` keeps one process that has imported them, with SGLang's plugins applied, and
-forks it for every server; what the server starts is forked in turn. So a start takes about one second of CPU. All else
-is ``python -m sglang.launch_server``: same arguments, same environment, a session of its own. Tests marked
-``new_process`` and all of ``make test-all`` run the real command.
+forks it for every server; what the server starts is forked in turn. So a start takes about one second of CPU. A server
+with another environment is forked from another such process, which the next one of its kind finds. All else is
+``python -m sglang.launch_server``: same arguments, same environment, a session of its own. Tests marked ``new_process``
+and all of ``make test-all`` run the real command.
 """
 
 from __future__ import annotations
@@ -32,7 +33,9 @@ from typing import IO, Any
 from sglang_diffkv.config import CACHE_ENV, CHECK_ENV, CONFIG_ENV
 from sglang_diffkv.evaluate.server import CPU_ENV, OFFLINE_ENV
 
-MODULE = "sglang.launch_server"
+SERVER = "sglang.launch_server"
+MODULES = (SERVER, "sglang_diffkv.doctor")
+"""Which may be run in a fork."""
 READ_LATE = {
     CACHE_ENV,
     CHECK_ENV,
@@ -41,7 +44,9 @@ READ_LATE = {
     "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY",
     "SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR",
     "SGLANG_INIT_NEW_TOKEN_RATIO",
+    "SGLANG_MAMBA_CONV_DTYPE",
     "PYTEST_CURRENT_TEST",
+    "TORCHINDUCTOR_CACHE_DIR",
 }
 """Variables that no module reads when it is imported."""
 HANDLED = (signal.SIGCHLD, signal.SIGINT, signal.SIGQUIT, signal.SIGTERM, signal.SIGUSR1)
@@ -55,8 +60,8 @@ LARGEST = 1 << 20
 class Process:
     """A forked server, with the part of ``subprocess.Popen`` that ``Server`` uses."""
 
-    def __init__(self, preloaded: Preloaded, pid: int):
-        self.pid, self._preloaded = pid, preloaded
+    def __init__(self, preloaded: Preloaded, pid: int, args: Sequence[str]):
+        self.pid, self.args, self._preloaded = pid, args, preloaded
         self.returncode: int | None = None
 
     def poll(self) -> int | None:
@@ -68,30 +73,56 @@ class Process:
         deadline = time.monotonic() + timeout
         while (status := self.poll()) is None:
             if time.monotonic() > deadline:
-                raise subprocess.TimeoutExpired(MODULE, timeout)
+                raise subprocess.TimeoutExpired(self.args, timeout)
             time.sleep(0.05)
         return status
 
 
 class Preloaded:
-    """The process that is forked, started when the first server is."""
+    """The process that is forked, started when the first server is.
 
-    def __init__(self) -> None:
+    Args:
+        env: its environment; by default that of servers for which a test sets nothing.
+    """
+
+    def __init__(self, env: Mapping[str, str] | None = None) -> None:
         inherited = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-        self.env = {**inherited, **CPU_ENV, **OFFLINE_ENV}
+        self.env = {**inherited, **CPU_ENV, **OFFLINE_ENV} if env is None else dict(env)
+        self._others: list[Preloaded] = []
+        """For servers with other environments; they have no others."""
+        self._forked: list[Process] = []
         self._socket: socket.socket | None = None
         self._process: subprocess.Popen[bytes] | None = None
 
     def popen(
-        self, command: Sequence[str], *, stdout: IO[bytes], env: Mapping[str, str], **rest: Any
+        self, command: Sequence[str], *, stdout: IO[bytes], stderr: IO[bytes] | int, env: Mapping[str, str], **rest: Any
     ) -> Process | subprocess.Popen[bytes]:
-        """``subprocess.Popen`` for a server, by a fork where imported modules cannot make a difference."""
-        late = READ_LATE.intersection(env) | READ_LATE.intersection(self.env)
-        same = {k: v for k, v in env.items() if k not in late} == {k: v for k, v in self.env.items() if k not in late}
-        if not same or list(command[:3]) != [sys.executable, "-m", MODULE]:
-            return subprocess.Popen(command, stdout=stdout, env=env, **rest)
-        found = self.ask({"argv": list(command[2:]), "env": dict(env)}, stdout.fileno())
-        return Process(self, found["pid"])
+        """``subprocess.Popen`` for a server or the doctor, by a fork where what is imported makes no difference."""
+        if list(command[:2]) != [sys.executable, "-m"] or command[2] not in MODULES:
+            return subprocess.Popen(command, stdout=stdout, stderr=stderr, env=env, **rest)
+        if not self._imports_alike(env):
+            return self._other_for(env).popen(command, stdout=stdout, stderr=stderr, env=env, **rest)
+        errors = stdout if isinstance(stderr, int) else stderr  # subprocess.STDOUT
+        found = self.ask({"argv": list(command[2:]), "env": dict(env)}, stdout.fileno(), errors.fileno())
+        self._forked.append(Process(self, found["pid"], command))
+        return self._forked[-1]
+
+    def _other_for(self, env: Mapping[str, str]) -> Preloaded:
+        """One with this environment. Those whose servers have ended end before another is made."""
+        for other in self._others:
+            if other._imports_alike(env):
+                return other
+        for other in [x for x in self._others if all(process.poll() is not None for process in x._forked)]:
+            other.stop()
+            self._others.remove(other)
+        self._others.append(Preloaded(env))
+        return self._others[-1]
+
+    def _imports_alike(self, env: Mapping[str, str]) -> bool:
+        """Whether modules that are imported with this environment are those of the process."""
+        return {k: v for k, v in env.items() if k not in READ_LATE} == {
+            k: v for k, v in self.env.items() if k not in READ_LATE
+        }
 
     def ask(self, message: dict[str, Any], *files: int) -> dict[str, Any]:
         """The answer to a message, with which open files may go."""
@@ -121,6 +152,8 @@ class Preloaded:
 
     def stop(self) -> None:
         """End the process; servers are stopped by who started them."""
+        for other in self._others:
+            other.stop()
         if self._socket is not None and self._process is not None:
             self._socket.close()
             self._process.wait()
@@ -130,10 +163,11 @@ def serve(connection: socket.socket) -> None:
     """Fork a server for each message with arguments and tell the status of those asked for, until nobody asks."""
     logging.disable(logging.WARNING)
     with warnings.catch_warnings(action="ignore"):
-        for name in (MODULE, "sglang.srt.entrypoints.http_server", "sglang.srt.models.registry"):
+        for name in (SERVER, "sglang.srt.entrypoints.http_server", "sglang.srt.models.registry"):
             importlib.import_module(name)
-        importlib.import_module("sglang_diffkv.srt.backend")
         importlib.import_module("sglang.srt.plugins").load_plugins()  # a scan of all modules for each hook
+        if "sglang_diffkv.srt.hooks.table" in sys.modules:  # the plugin, unless it is left out, or refuses this SGLang
+            importlib.import_module("sglang_diffkv.srt.backend")
     logging.disable(logging.NOTSET)
     assert len(os.listdir("/proc/self/task")) == 1, "a fork takes one thread along"
     gc.collect()
@@ -141,7 +175,7 @@ def serve(connection: socket.socket) -> None:
     ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     ended: dict[int, int] = {}
     while True:
-        data, rights, _, _ = connection.recvmsg(LARGEST, socket.CMSG_LEN(4))
+        data, rights, _, _ = connection.recvmsg(LARGEST, socket.CMSG_LEN(8))
         if not data:
             return
         message = json.loads(data)
@@ -149,12 +183,13 @@ def serve(connection: socket.socket) -> None:
             reap(ended)
             answer = {"status": ended.get(message["status_of"])}
         else:
-            log = int.from_bytes(rights[0][2], sys.byteorder)
+            files = array.array("i", rights[0][2])
             pid = os.fork()
             if not pid:
                 connection.close()
-                become_server(message["argv"], message["env"], log)
-            os.close(log)
+                become_server(message["argv"], message["env"], *files)
+            for file in files:
+                os.close(file)
             answer = {"pid": pid}
         connection.send(json.dumps(answer).encode())
 
@@ -166,12 +201,12 @@ def reap(ended: dict[int, int]) -> None:
             ended[found[0]] = os.waitstatus_to_exitcode(found[1])
 
 
-def become_server(argv: list[str], env: dict[str, str], log: int) -> None:
+def become_server(argv: list[str], env: dict[str, str], output: int, errors: int) -> None:
     """Run ``python -m ARGV`` in this process and end it."""
     os.setsid()
-    for number in (1, 2):
-        os.dup2(log, number)
-    os.close(log)
+    for number, file in ((1, output), (2, errors)):
+        os.dup2(file, number)
+        os.close(file)
     os.environ.clear()
     os.environ.update(env)
     fork_children()

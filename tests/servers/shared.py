@@ -24,6 +24,10 @@ EVERY_STEP = {"SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "1", CHECK_ENV: "1"}
 STRICT = {**EVERY_STEP, CHECK_ENV: os.environ.get(CHECK_ENV, "1")}
 """The same after every so many steps, if the environment says so: ``make test`` does."""
 
+SHALLOW = ("--json-model-override-args", '{"num_hidden_layers": 2}')
+"""Two of nano's six layers: for tests that compare no tokens, since such a model repeats itself. A decode step takes
+less than half as long."""
+
 START_TIMEOUT = 600.0
 """Seconds; two servers may start on two busy cores."""
 

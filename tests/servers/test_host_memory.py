@@ -11,7 +11,7 @@ import pytest
 from benchmarks.paths import NANO
 from sglang_diffkv.config import load_config
 from sglang_diffkv.errors import UnsupportedError
-from sglang_diffkv.srt.startup import host_memory
+from sglang_diffkv.srt.startup import host_memory, host_options
 from sglang_diffkv.srt.versions import compat
 
 GIB = host_memory.GIB
@@ -61,7 +61,7 @@ def test_how_much_is_asked_for(changes: dict[str, Any], bytes_: int) -> None:
     tier = planned(**changes)
     assert tier.bytes_for(GIB) == pytest.approx(bytes_, abs=2)
     less = changes.get("hicache_ratio") == 20.0 and "hicache_size" not in changes
-    assert ("as far as that is free" in host_memory.describe(tier, GIB)) == less
+    assert ("as far as that is free" in tier.describe(GIB)) == less
 
 
 def test_nothing_is_planned_unless_asked() -> None:
@@ -118,9 +118,9 @@ def test_what_was_asked_for_is_known_in_the_processes_of_a_server() -> None:
         args = ServerArgs(**plain, enable_hierarchical_cache=wanted)
         if hasattr(args, "resolve_once"):
             args.resolve_once()
-        compat.decline_hierarchical_cache(args)
+        host_options.decline_hierarchical_cache(args)
         args = pickle.loads(pickle.dumps(args))
-        assert compat.asks_for_host_tier(args) == wanted
+        assert host_options.asks_for_host_tier(args) == wanted
         assert not compat.resolved(args).enable_hierarchical_cache
-        compat.decline_hierarchical_cache(args)
-        assert compat.asks_for_host_tier(args) == wanted
+        host_options.decline_hierarchical_cache(args)
+        assert host_options.asks_for_host_tier(args) == wanted

@@ -9,7 +9,7 @@ import pytest
 
 from benchmarks.paths import NANO
 from sglang_diffkv.evaluate.server import Server
-from tests.servers.shared import tokens
+from tests.servers.shared import SHALLOW, tokens
 
 pytestmark = pytest.mark.server
 
@@ -22,7 +22,7 @@ PROMPT = tokens(4000, 0)
 @pytest.fixture(scope="module", params=["compressed", pytest.param("exact", marks=pytest.mark.full)])
 def server(request: pytest.FixtureRequest) -> Iterator[Server]:
     config = {"prefix_fidelity": request.param}
-    with Server(NANO, "diffkv", ["--max-total-tokens", "80000"], diffkv_config=config) as running:
+    with Server(NANO, "diffkv", ["--max-total-tokens", "80000", *SHALLOW], diffkv_config=config) as running:
         yield running
         assert running.alive(), "the server died during the tests"
 

@@ -18,7 +18,7 @@ from sglang_diffkv.evaluate.client import Record
 from sglang_diffkv.evaluate.prompts import chat_ids, load_tokenizer
 from sglang_diffkv.evaluate.server import Server
 from tests.servers.identity import check_tokens
-from tests.servers.shared import STRICT, check_idle, stats_of
+from tests.servers.shared import SHALLOW, STRICT, check_idle, stats_of
 
 pytestmark = pytest.mark.server
 
@@ -46,7 +46,8 @@ def _load(server: Server, prompts: list[list[int]]) -> list[Record]:
         return list(threads.map(ask, range(len(prompts))))
 
 
-TIGHT = ("--max-total-tokens", str(POOL), "--schedule-conservativeness", "0.1")
+WHOLE = ("--max-total-tokens", str(POOL), "--schedule-conservativeness", "0.1")
+TIGHT = (*WHOLE, *SHALLOW)
 
 
 @pytest.mark.full  # of lossless tiers, test_server_interleavings.py compares more
@@ -57,7 +58,7 @@ def test_small_pool_completes_all_with_the_same_tokens(
     server = server_of("diffkv", room, config=LOSSLESS, env=STRICT)
     roomy = _load(server, prompts)
     check_idle(server)
-    server = server_of("diffkv", TIGHT, config=LOSSLESS, env=STRICT)
+    server = server_of("diffkv", WHOLE, config=LOSSLESS, env=STRICT)
     tight = _load(server, prompts)
     check_tokens([x.output_ids for x in tight], roomy, "shared, evicted and retracted")
     assert "Retract requests" in server.log_text(), "the load did not exercise retraction"
@@ -68,7 +69,7 @@ def test_small_pool_completes_all_with_the_same_tokens(
 def server(server_of: Callable[..., Server]) -> Server:
     """At the high tier two requests of 900 tokens fill this pool; nearly all of their tokens go down."""
     config = {"policy": {"name": "diffkv", "alpha_high": 50.0}}
-    args = ["--max-total-tokens", "2000", "--chunked-prefill-size", "128", "--decode-log-interval", "2"]
+    args = ["--max-total-tokens", "2000", "--chunked-prefill-size", "128", "--decode-log-interval", "2", *SHALLOW]
     return server_of("diffkv", args, config=config, env=STRICT)
 
 

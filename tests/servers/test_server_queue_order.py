@@ -12,7 +12,7 @@ from sglang.srt.mem_cache import evict_policy
 from sglang_diffkv.evaluate.server import Server
 from sglang_diffkv.srt.tree.host_tier import WRITE_THROUGH
 from tests.servers.events import Events
-from tests.servers.shared import STRICT, check_idle, stats_of, tokens
+from tests.servers.shared import SHALLOW, STRICT, check_idle, stats_of, tokens
 
 pytestmark = pytest.mark.server
 
@@ -35,7 +35,7 @@ def ask(server: Server, prompt: list[int], new_tokens: int = 4, **named: str) ->
 
 
 def test_what_host_memory_has_goes_first_and_is_told_of(events: Events, server_of: Callable[..., Server]) -> None:
-    args = ("--max-total-tokens", "700", "--hicache-ratio", "20", "--enable-hierarchical-cache")
+    args = ("--max-total-tokens", "700", "--hicache-ratio", "20", "--enable-hierarchical-cache", *SHALLOW)
     args += ("--hicache-write-policy", WRITE_THROUGH, "--schedule-policy", "lpm", "--max-running-requests", "1")
     server = server_of("diffkv", (*args, "--kv-events-config", events.option()), config=CONFIG, env=STRICT)
     kept, new = tokens(150, 1), tokens(150, 2)
@@ -61,7 +61,7 @@ def test_what_host_memory_has_goes_first_and_is_told_of(events: Events, server_o
     assert not events.blocks and not events.on_host
 
 
-BY_WEIGHT = ["--max-total-tokens", "900", "--schedule-policy", "dfs-weight", "--max-running-requests", "3"]
+BY_WEIGHT = ["--max-total-tokens", "900", "--schedule-policy", "dfs-weight", "--max-running-requests", "3", *SHALLOW]
 BY_WEIGHT += ["--enable-session-radix-cache"]
 if hasattr(evict_policy, "TLRUStrategy"):
     BY_WEIGHT += ["--radix-eviction-policy", "tlru", "--radix-eviction-policy-config", '{"threshold": 150}']

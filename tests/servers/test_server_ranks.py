@@ -33,7 +33,7 @@ from sglang_diffkv.srt.models.speculation import CHAIN
 from sglang_diffkv.srt.tree.host_tier import WRITE_THROUGH
 from tests.servers.identity import check_tokens
 from tests.servers.prometheus_text import samples
-from tests.servers.shared import START_TIMEOUT, STRICT, check_idle, stats_of, tokens
+from tests.servers.shared import SHALLOW, START_TIMEOUT, STRICT, check_idle, stats_of, tokens
 from tests.servers.test_server_disk_tier import written
 from tests.servers.test_server_host_tier import ask, crowd_out, tier
 
@@ -161,8 +161,8 @@ def test_ranks_decide_alike_in_a_small_pool(
     """With factors by head the pages of two ranks differ as much as they can, and a rank with another's factors shows.
     With 4 ranks two have the same KV head, and each judges it by query heads of its own."""
     pool, new_tokens = (800, 320) if requests > 3 else (640, 240)
-    args = ["--max-total-tokens", str(pool), "--schedule-conservativeness", "0.1", *options]
-    policy = {"name": "diffkv", "window": WINDOW, **({"head_scale": [scale] * 6} if scale else {})}
+    args = ["--max-total-tokens", str(pool), "--schedule-conservativeness", "0.1", *SHALLOW, *options]
+    policy = {"name": "diffkv", "window": WINDOW, **({"head_scale": [scale] * 2} if scale else {})}
     server = serve(ranks, {"prefix_fidelity": fidelity, "policy": policy}, *args)
     replies = _load(server, requests, new_tokens)
     assert all(x.completion_tokens > 0 for x in replies)

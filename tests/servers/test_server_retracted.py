@@ -17,14 +17,15 @@ from benchmarks.paths import NANO
 from sglang_diffkv.evaluate.prompts import chat_ids, load_tokenizer
 from sglang_diffkv.evaluate.server import Server
 from tests.servers.events import Events
-from tests.servers.shared import STRICT, check_idle, stats_of, tokens
+from tests.servers.shared import SHALLOW, STRICT, check_idle, stats_of, tokens
 
 pytestmark = pytest.mark.server
 
 LOSSLESS = {"tiers": ["BF16"]}
 COMPRESSED = {"prefix_fidelity": "compressed"}
 EXACT = {"prefix_fidelity": "exact"}
-TIGHT = ("--max-total-tokens", "620", "--schedule-conservativeness", "0.1")
+WHOLE = ("--max-total-tokens", "620", "--schedule-conservativeness", "0.1")
+TIGHT = (*WHOLE, *SHALLOW)
 """Two or three requests fill the pool."""
 CHUNKED, ALONE = ("--chunked-prefill-size", "64"), ("--disable-overlap-schedule",)
 
@@ -76,7 +77,7 @@ def _one_token_passes(server: Server) -> int:
 def test_replies_are_those_of_a_roomy_pool(server_of: Callable[..., Server]) -> None:
     prompts = _questions(6)
     roomy = _load(server_of("diffkv", ("--max-total-tokens", "16384"), config=LOSSLESS, env=STRICT), prompts)
-    server = server_of("diffkv", TIGHT, config=LOSSLESS, env=STRICT)
+    server = server_of("diffkv", WHOLE, config=LOSSLESS, env=STRICT)
     assert _load(server, prompts) == roomy
     found = _check_balanced(server)
     assert found["restored"] and not found["no_host_memory"]
@@ -240,6 +241,6 @@ def test_host_memory_for_none_is_said_once(server_of: Callable[..., Server]) -> 
 
 
 def test_switched_off_by_name(server_of: Callable[..., Server]) -> None:
-    server = server_of("diffkv", ("--disable-radix-cache",), config=COMPRESSED)
+    server = server_of("diffkv", ("--disable-radix-cache", *SHALLOW), config=COMPRESSED)
     assert "retracted requests are computed again: they come back through the prefix cache" in server.log_text()
     assert "retracted" not in stats_of(server)

@@ -13,7 +13,7 @@ from sglang_diffkv.evaluate.client import Record
 from sglang_diffkv.evaluate.server import Server, stock_backend
 from tests.servers.identity import check_tokens
 from tests.servers.second_plugin import install
-from tests.servers.shared import START_TIMEOUT, STRICT, check_idle, stats_of, tokens
+from tests.servers.shared import SHALLOW, START_TIMEOUT, STRICT, check_idle, stats_of, tokens
 
 pytestmark = pytest.mark.server
 
@@ -31,7 +31,7 @@ CONFIGS = [
 
 @pytest.fixture(params=CONFIGS)
 def server(request: pytest.FixtureRequest, server_of: Callable[..., Server]) -> Server:
-    return server_of("diffkv", ["--max-total-tokens", str(POOL)], config=request.param, env=STRICT)
+    return server_of("diffkv", ["--max-total-tokens", str(POOL), *SHALLOW], config=request.param, env=STRICT)
 
 
 def _turn(server: Server, history: list[int], seed: int) -> int:
@@ -94,7 +94,7 @@ def register():
 
 def test_a_request_that_does_not_fit_alone_starts_over(tmp_path: Path) -> None:
     """Where small segments could not be joined, the last request of a batch computes its prompt as a whole once."""
-    args = ["--max-total-tokens", str(POOL)]
+    args = ["--max-total-tokens", str(POOL), *SHALLOW]
     env = {**STRICT, **install(tmp_path, "untidy_plugin", UNTIDY)}
     with Server(NANO, "diffkv", args, diffkv_config=COMPRESSED, env=env, timeout=START_TIMEOUT) as server:
         history: list[int] = []

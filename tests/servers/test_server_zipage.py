@@ -11,7 +11,7 @@ import pytest
 import requests
 
 from sglang_diffkv.evaluate.server import Server
-from tests.servers.shared import STRICT, check_idle, stats_of, tokens
+from tests.servers.shared import SHALLOW, STRICT, check_idle, stats_of, tokens
 
 pytestmark = pytest.mark.server
 
@@ -34,7 +34,7 @@ def test_requests_hold_their_budget(
 ) -> None:
     """Ten requests of 360 tokens run together where 1,200 fit: the server's own checks see that none holds more than
     its budget for long (``RunningCompression.check_integrity``)."""
-    args = ["--max-total-tokens", str(POOL), "--decode-log-interval", "1", "--tp-size", str(ranks), *flags]
+    args = ["--max-total-tokens", str(POOL), "--decode-log-interval", "1", "--tp-size", str(ranks), *SHALLOW, *flags]
     env = {**STRICT, "SGLANG_CPU_OMP_THREADS_BIND": "|".join(["0"] * ranks)} if ranks > 1 else STRICT
     config = {**CONFIG, "policy": {**POLICY, "asynchronous": asynchronous}}
     server = server_of("diffkv", args, config=config, env=env)
@@ -161,7 +161,7 @@ def test_parked_requests_keep_what_they_asked_for(penalties: bool, server_of: Ca
 
 def test_no_more_run_than_have_query_slots(server_of: Callable[..., Server]) -> None:
     config = {**CONFIG, "policy": {**POLICY, "query_slots": 0.25, "scheduling": "constrained"}}
-    args = ["--max-total-tokens", str(POOL), "--decode-log-interval", "1"]
+    args = ["--max-total-tokens", str(POOL), "--decode-log-interval", "1", *SHALLOW]
     server = server_of("diffkv", args, config=config, env=STRICT)
     with ThreadPoolExecutor(MANY) as threads:
         found = list(threads.map(lambda number: reply(server, number, 50), range(6)))
@@ -186,7 +186,7 @@ def test_requests_that_were_expected_to_end_are_retracted_and_answered(
     retracted, and all get what they asked for."""
     policy = {**POLICY, "asynchronous": asynchronous}
     config = {**CONFIG, "tiers": tiers, "policy": policy, "share_min_tokens": 16}
-    args = ["--max-total-tokens", str(POOL), "--decode-log-interval", "1"]
+    args = ["--max-total-tokens", str(POOL), "--decode-log-interval", "1", *SHALLOW]
     server = server_of("diffkv", args, config=config, env={**STRICT, "SGLANG_INIT_NEW_TOKEN_RATIO": "0.02"})
 
     def ask(number: int) -> int:

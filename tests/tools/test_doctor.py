@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,7 +21,7 @@ from sglang_diffkv import doctor, releases
 from sglang_diffkv.capacity import cli as capacity
 from sglang_diffkv.config import DiffKVConfig
 from sglang_diffkv.errors import UnsupportedError
-from sglang_diffkv.evaluate.server import CPU_ENV, OFFLINE_ENV
+from sglang_diffkv.evaluate.server import CPU_ENV, OFFLINE_ENV, Server
 from sglang_diffkv.files import missing_model
 from sglang_diffkv.findings import Findings
 from sglang_diffkv.plan import planned_request_rows
@@ -41,15 +42,25 @@ long = pytest.mark.server
 
 
 def _run(*args: str, first: Path | None = None, bare: bool = False) -> subprocess.CompletedProcess[str]:
-    """``bare``: in a Python without any other package."""
+    """The doctor of its own process, forked where servers are. ``first``: a folder that Python finds before all others.
+    ``bare``: in a Python without any other package."""
     env = {**os.environ, **CPU_ENV, **OFFLINE_ENV}
     for name in ("TRITON_INTERPRET", "SGLANG_DIFFKV_CONFIG", "SGLANG_PLUGINS"):
         env.pop(name, None)
-    path = [str(first)] if first else []
-    path += [str(REPOSITORY)] if bare else [str(REPOSITORY), env.get("PYTHONPATH", "")]
-    env["PYTHONPATH"] = os.pathsep.join(path)
     command = [sys.executable, *(["-S"] if bare else []), "-m", "sglang_diffkv.doctor", *args]
-    return subprocess.run(command, env=env, capture_output=True, text=True, timeout=300, check=False)
+    if first or bare:
+        path = [str(first)] if first else []
+        path += [str(REPOSITORY)] if bare else [str(REPOSITORY), env.get("PYTHONPATH", "")]
+        env["PYTHONPATH"] = os.pathsep.join(path)
+        return subprocess.run(command, env=env, capture_output=True, text=True, timeout=300, check=False)
+    with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
+        process = Server.popen(command, stdout=out, stderr=err, env=env)
+        status = process.wait(300)
+        said = []
+        for file in (out, err):
+            file.seek(0)
+            said.append(file.read().decode())
+    return subprocess.CompletedProcess(command, status, *said)
 
 
 def _lines(report: dict[str, Any], section: str) -> dict[str, dict[str, Any]]:

@@ -70,8 +70,8 @@ class Listener:
     def _check_host(self) -> None:
         """What it knows of the host is what that has, of prompts without a namespace. Where layers slide that may be
         more: a match may end in it nowhere."""
-        host = self.tree.host
-        kept = set(_kept(host)) if isinstance(host, HostTier) else set()
+        host = host_tier_of(self.tree)
+        kept = set() if host is None else set(_kept(host))
         known = set(self.on_host.values())
         assert known <= kept, "the listener believes that the host has what it has not"
         assert known == kept or any(self.tree.manager.geometry.attention_spans), "the host has what nobody knows of"
@@ -94,6 +94,11 @@ class Listener:
         tree = self.tree
         stated = tree.states.may_end(node)
         return stated and served_end(tree.path(node), tree.manager.geometry.attention_spans) == length
+
+
+def host_tier_of(tree: Any) -> HostTier | None:
+    """What keeps evicted prefixes in host memory; None if nothing does."""
+    return next((source for source in tree.sources if isinstance(source, HostTier)), None)
 
 
 def _kept(host: HostTier) -> Iterator[Tokens]:

@@ -31,6 +31,7 @@ from sglang_diffkv.srt.tree.host_index import Part
 from sglang_diffkv.srt.tree.host_tier import SELECTIVE, WRITE_BACK, WRITE_THROUGH, HostTier
 from sglang_diffkv.srt.tree.private_space import HighSpace, WindowSpace
 from tests.helpers import Seen, seen_by, until
+from tests.tree.listener import host_tier_of
 from tests.policies import diffkv_policy
 from tests.tree.stand_in import Fields, Match, StandIn
 from tests.tree.test_prefix_cache import ROWS, WINDOW, TreeMachine, machine_settings
@@ -118,8 +119,9 @@ class PrefixesMachine(TreeMachine):
 
     @property
     def host(self) -> HostTier:
-        assert isinstance(self.requests.host, HostTier)
-        return self.requests.host
+        host = host_tier_of(self.tree)
+        assert host is not None
+        return host
 
     def admit_tokens(self, tokens: array) -> None:
         rid, extra_key = self.named()
@@ -234,8 +236,9 @@ TestLosslessHost = LosslessHostMachine.TestCase
 
 
 def host_of(world: World) -> HostTier:
-    assert isinstance(world.requests.host, HostTier)
-    return world.requests.host
+    host = host_tier_of(world.tree)
+    assert host is not None
+    return host
 
 
 def served(world: World, tokens: list[int], **named: Any) -> None:
@@ -252,7 +255,7 @@ def evict_all(world: World) -> None:
 def admitted(world: World, tokens: list[int], req: Any = None, extra_key: Any = None) -> int:
     """Tokens of a prompt that the request which is about to be admitted finds."""
     req = req or asking(tokens)
-    with world.requests.host.admitting(req):
+    with host_of(world).admitting(req):
         match = Match(world.tree, array("q", tokens), extra_key=extra_key)
     match.unlock(world.tree)
     world.check()

@@ -15,6 +15,7 @@ from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang_diffkv.srt.hooks import table as hooks
 from sglang_diffkv.srt.tree.host_tier import WRITE_BACK
 from sglang_diffkv.srt.tree.private_space import HighSpace
+from tests.tree.listener import host_tier_of
 from tests.tree.stand_in import Fields
 from tests.tree.tree_world import World
 
@@ -98,7 +99,8 @@ def test_what_the_host_has_counts(name: str) -> None:
     assert ordered(world, queue, name) == ["long", "short"]
     kept = len(long) - world.manager.prompts.tail
     assert queue[1].num_matched_prefix_tokens == kept == queue[1].host_hit_length
-    assert world.requests.host.report()["hits"] == 0 and len(world.segments()) == 1
+    host = host_tier_of(world.tree)
+    assert host is not None and host.report()["hits"] == 0 and len(world.segments()) == 1
     seen: list[int] = []
     hooks.init_next_round_input(lambda req, tree: seen.append(req.host_hit_length), queue[1], world.tree)
     assert seen == [0], "SGLang would load what has no buffers"
@@ -148,7 +150,8 @@ def test_so_does_what_the_host_has_of_it(eviction: str) -> None:
     first, second = (served(world, world.tokens(120)) for _ in range(2))
     world.tree.make_pages(world.manager.geometry.num_pages, partly=True)
     touch(world, first)
-    host = world.requests.host
+    host = host_tier_of(world.tree)
+    assert host is not None
     host._make_room(host.host.free + 1)
     assert {int(node.tokens[0]) for node in host.index.nodes()} == {first[0]} != {second[0]}
     host.check_integrity()

@@ -7,33 +7,17 @@ and, idle, every 30 s. The families are brought up to date then, from a reading 
 from __future__ import annotations
 
 import logging
-from collections import defaultdict
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any
 
-from sglang_diffkv.mem_pool.segment_object import REASONS
-from sglang_diffkv.mem_pool.stored_segments import DAMAGED
 from sglang_diffkv.mem_pool.usage import Reading, Usage
 from sglang_diffkv.srt.scheduling.allocator import DiffKVAllocator
 from sglang_diffkv.srt.scheduling.lifecycle import RequestLifecycle
+from sglang_diffkv.srt.startup.optional_parts import PARTS
+from sglang_diffkv.srt.startup.server_part import Family, Value
 from sglang_diffkv.srt.tree.retracted import COUNTS
 
 logger = logging.getLogger(__name__)
-
-
-Value: TypeAlias = "float | Mapping[str, float]"
-
-
-@dataclass(frozen=True)
-class Family:
-    """A metric's name, text and own label; ``total``: a counter."""
-
-    name: str
-    text: str
-    label: str | None = None
-    total: bool = False
-
 
 FAMILIES = (
     Family("diffkv_ratio", "Bytes of the KV pages in use over the bf16 bytes of the tokens that they hold."),
@@ -81,42 +65,7 @@ FAMILIES = (
         "diffkv_refused_requests_total", "Requests that asked for what this server does not have, refused.", total=True
     ),
     Family("diffkv_host_bytes", "Bytes of host memory that retracted requests hold."),
-    Family(
-        "diffkv_host_prefixes_total",
-        "Evicted prefixes in host memory: requests for which some came back, those for which there was no room, and "
-        "segments for which there was no host memory.",
-        "kind",
-        total=True,
-    ),
-    Family(
-        "diffkv_host_moved_tokens_total",
-        "Tokens of evicted prefixes that came back from host memory, or went from it for want of room.",
-        "kind",
-        total=True,
-    ),
-    Family("diffkv_host_copied_bytes_total", "Bytes of prefixes, to host memory and back.", "direction", total=True),
-    Family("diffkv_host_prefix_tokens", "Tokens of prefixes in host memory."),
-    Family("diffkv_host_prefix_bytes", "Bytes of host memory that prefixes hold."),
-    Family(
-        "diffkv_store_requests_total",
-        "Requests for which something came from the store, and those that waited for it as long as they may.",
-        "kind",
-        total=True,
-    ),
-    Family(
-        "diffkv_store_objects_total",
-        "Objects of the store: written, there already, given up before they were written, read, damaged, of another "
-        "server, without host memory to be read to.",
-        "kind",
-        total=True,
-    ),
-    Family("diffkv_store_tokens_total", "Tokens of prefixes, to the store and back.", "direction", total=True),
-    Family("diffkv_store_bytes_total", "Bytes of objects, to the store and back.", "direction", total=True),
-    Family("diffkv_store_seconds_total", "Seconds that threads wrote to the store, and read.", "direction", total=True),
-    Family("diffkv_store_wait_seconds_total", "Seconds that requests waited for the store.", total=True),
-    Family("diffkv_store_errors_total", "Failures of reading from the store and writing to it.", total=True),
-    Family("diffkv_store_queue", "Objects to be written; requests for which the store is asked.", "direction"),
-    Family("diffkv_store_held_bytes", "Bytes that the store has, of all who share it."),
+    *(family for part in PARTS for family in part.families),
 )
 
 
@@ -125,21 +74,19 @@ def prompt_outcomes(requests: RequestLifecycle) -> Mapping[str, int]:
     return requests.exact.outcomes or requests.manager.prompts.outcomes
 
 
-def retracted_counts(requests: RequestLifecycle) -> dict[str, int]:
+def retracted_counts(reports: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
     """Retracted requests so far, by what became of them, and the bytes that the host has of them."""
-    return {**dict.fromkeys((*COUNTS, "host_bytes"), 0), **requests.retracted.report()}
+    return {**dict.fromkeys((*COUNTS, "host_bytes"), 0), **reports.get("retracted", {})}
 
 
 def values_of(requests: RequestLifecycle, reading: Reading, finished: Usage) -> dict[str, Value]:
     """The value of each family, or its values by label. Starts no exchange with other ranks and changes nothing that a
     scheduler decides on."""
-    ledger, manager = requests.ledger, requests.manager
+    ledger, manager, reports = requests.ledger, requests.manager, requests.reports()
     live, heads = reading.live.summary(), manager.geometry.heads
     windows = ("out_of_window",) if any(manager.geometry.attention_spans) else ()
-    tiers, retracted = ("high", "low", "pruned", *windows), retracted_counts(requests)
-    host = defaultdict(int, requests.host.report())
-    store: defaultdict[str, float] = defaultdict(int, requests.host.report_of_store())
-    return {
+    tiers, retracted = ("high", "low", "pruned", *windows), retracted_counts(reports)
+    found: dict[str, Value] = {
         "diffkv_ratio": live["ratio_pages"],
         "diffkv_ratio_tokens": live["ratio_tokens"],
         "diffkv_share": {tier: live[f"share_{tier}"] for tier in tiers},
@@ -161,30 +108,10 @@ def values_of(requests: RequestLifecycle, reading: Reading, finished: Usage) -> 
         "diffkv_running_requests": requests.fidelity.counts(),
         "diffkv_refused_requests_total": requests.fidelity.refused,
         "diffkv_host_bytes": retracted["host_bytes"],
-        "diffkv_host_prefixes_total": {kind: host[kind] for kind in ("hits", "no_room", "no_host_memory")},
-        "diffkv_host_moved_tokens_total": {kind: host[f"tokens_{kind}"] for kind in ("restored", "evicted")},
-        "diffkv_host_copied_bytes_total": {way: host[f"bytes_{way}"] for way in ("out", "in")},
-        "diffkv_host_prefix_tokens": host["tokens"],
-        "diffkv_host_prefix_bytes": host["host_bytes"],
-        "diffkv_store_requests_total": {kind: store[kind] for kind in ("hits", "late")},
-        "diffkv_store_objects_total": {
-            **{kind: store[kind] for kind in ("written", "there_already", "dropped", "read", "no_host_memory")},
-            "damaged": sum(store[f"refused_{reason}"] for reason in DAMAGED),
-            "foreign": sum(store[f"refused_{reason}"] for reason in REASONS if reason not in DAMAGED),
-        },
-        "diffkv_store_tokens_total": _both_ways(store, "tokens"),
-        "diffkv_store_bytes_total": _both_ways(store, "bytes"),
-        "diffkv_store_seconds_total": _both_ways(store, "seconds"),
-        "diffkv_store_wait_seconds_total": store["seconds_waited"],
-        "diffkv_store_errors_total": store["errors"],
-        "diffkv_store_queue": {"out": store["waiting"], "in": store["fetching"]},
-        "diffkv_store_held_bytes": store["folder_bytes"],
     }
-
-
-def _both_ways(store: Mapping[str, float], what: str) -> dict[str, float]:
-    """What went to the store, and what came from there."""
-    return {"out": store[f"{what}_written"], "in": store[f"{what}_read"]}
+    for part in PARTS:
+        found.update(part.values_of(reports))
+    return found
 
 
 class Metrics:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
+from contextlib import ExitStack
 from typing import Any
 
 from sglang_diffkv.config import CHECK_ENV, CONFIG_ENV, load_config
@@ -257,7 +258,9 @@ def init_next_round_input(original: Any, self: Any, tree_cache: Any = None, *arg
     if requests is None:
         return original(self, tree_cache, *args, **kwargs)
     self.host_hit_length = 0  # counted to put the queue in order: what comes back now does so before the match
-    with requests.retracted.admitting(self), requests.host.admitting(self):
+    with ExitStack() as stack:
+        for part in requests.sources:
+            stack.enter_context(part.admitting(self))
         return original(self, tree_cache, *args, **kwargs)
 
 
@@ -266,7 +269,9 @@ def pause_generation(original: Any, self: Any, recv_req: Any) -> Any:
     requests = requests_of(self)
     if requests is None or recv_req.mode != "retract":
         return original(self, recv_req)
-    with requests.host.retracting_all(), requests.retracted.retracting_all():
+    with ExitStack() as stack:
+        for part in reversed(requests.sources):
+            stack.enter_context(part.retracting_all())
         return original(self, recv_req)
 
 
@@ -287,7 +292,7 @@ def get_new_batch_prefill(original: Any, self: Any, running_batch: Any) -> Any:
     requests = requests_of(self)
     if requests is None:
         return original(self, running_batch)
-    for part in (requests.retracted, requests.host):
+    for part in requests.sources:
         part.expect(lambda: compat.expected_tokens(self, running_batch))
     requests.preempting([])
     try:
@@ -393,12 +398,9 @@ def get_internal_state(original: Any, self: Any, *args: Any, **kwargs: Any) -> A
         parts = {
             "prefix_cache": requests.tree.report(),
             "mixed_chunks": requests.mixed.report() if self.is_mixed_chunk else {},
-            "states": requests.states.report(),
             "choice": own_choice.report(),
             "key_means": own_means.report(),
-            "retracted": requests.retracted.report(),
-            "host_prefixes": requests.host.report(),
-            "stored_prefixes": requests.host.report_of_store(),
+            **requests.reports(),
         }
         report.update({name: found for name, found in parts.items() if found})
         result.internal_state["diffkv"] = report

@@ -19,7 +19,7 @@ def add_one_req(original: Any, self: Any, req: Any, *args: Any, **kwargs: Any) -
         return original(self, req, *args, **kwargs)
     from sglang.srt.managers.schedule_policy import AddReqResult
 
-    if requests.host.waits_for(req):
+    if any(part.waits_for(req) for part in requests.sources):
         return AddReqResult.CONTINUE  # not added; others are asked meanwhile
     if requests.waits_to_be_restored(req):
         return AddReqResult.NO_TOKEN

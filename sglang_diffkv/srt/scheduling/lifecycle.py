@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -86,7 +86,7 @@ class RequestLifecycle:
 
     Attributes:
         tree: the prefix cache. admission_rule: by which prompts are admitted. fidelity: what requests ask for.
-        compression, states, exact, retracted, host: optional parts, see ``Parts``.
+        compression, states, exact, retracted, sources: optional parts, see ``Parts``.
     """
 
     def __init__(self, ledger: PageLedger, usage: UsageMeter | None = None, fidelity: Fidelity | None = None):
@@ -102,8 +102,13 @@ class RequestLifecycle:
     def connect(self, tree: PrefixTree, parts: Parts, rule: AdmissionRule) -> None:
         """The tree and the parts that requests meet from now on. Nothing runs."""
         self.tree, self.admission_rule, self.compression = tree, rule, parts.compression
-        self.states, self.exact, self.retracted, self.host = parts.states, parts.exact, parts.retracted, parts.host
+        self.states, self.exact, self.retracted = parts.states, parts.exact, parts.retracted
+        self.sources = parts.sources
         self.listeners: Sequence[RequestListener] = parts.listeners
+
+    def reports(self) -> dict[str, Mapping[str, float]]:
+        """What the optional parts tell, by the names under which ``/server_info`` has it."""
+        return {name: told for part in self.listeners for name, told in part.reports().items()}
 
     def path(self, req: Any) -> Path:
         """What the request has matched in the prefix cache."""
@@ -182,7 +187,7 @@ class RequestLifecycle:
 
     def waits_to_be_restored(self, req: Any) -> bool:
         """Whether a retracted request that SGLang is about to admit waits for room to be restored."""
-        tokens = self.retracted.waits_for(req)
+        tokens = self.retracted.waits_for_room(req)
         if tokens is None:
             return False
         self.wait(req, tokens)

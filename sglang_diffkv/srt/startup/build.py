@@ -31,11 +31,10 @@ from sglang_diffkv.srt.models.speculation import check_drafts, draft_room, draft
 from sglang_diffkv.srt.pool import DiffKVPool
 from sglang_diffkv.srt.scheduling.allocator import SERVED, DiffKVAllocator
 from sglang_diffkv.srt.startup import own_choice, own_means, tree_pages
-from sglang_diffkv.srt.startup.disk_store import opened
 from sglang_diffkv.srt.startup.draft_model import bytes_of_slot
-from sglang_diffkv.srt.startup.host_memory import describe, host_tier
 from sglang_diffkv.srt.startup.kv_canary import register_canary
 from sglang_diffkv.srt.startup.launch import take_choice
+from sglang_diffkv.srt.startup.optional_parts import PARTS, host_room
 from sglang_diffkv.srt.startup.validation import PAGE_DTYPES, check_layers, check_model, check_policy, check_server_args
 from sglang_diffkv.srt.startup.wiring import build_lifecycle, build_prefix_cache
 from sglang_diffkv.srt.tree.retracted import why_recomputed
@@ -83,8 +82,8 @@ def memory_plan(configurator: Any) -> MemoryPlan:
     draft_bytes = bytes_of_slot(configurator.server_args)
     plan = MemoryPlan.of(configurator, config, len(layers), longest, attention_spans, draft_bytes)
     mixed_chunks = bool(getattr(compat.resolved(configurator.server_args), "enable_mixed_chunk", False))
-    retracted, tier = not why_recomputed(configurator, config), host_tier(configurator)
-    return replace(plan, keeps_retracted=retracted, host_tier=tier, mixed_chunks=mixed_chunks)
+    retracted, room = not why_recomputed(configurator, config), host_room(configurator)
+    return replace(plan, keeps_retracted=retracted, host_room=room, mixed_chunks=mixed_chunks)
 
 
 class PoolConfigurator(MemoryPoolConfigurator):
@@ -160,7 +159,7 @@ def build_allocator(configurator: Any, pool: DiffKVPool, rows: Any) -> DiffKVAll
         high_rows=plan.config.high_requests > 0,
         most_window=plan.config.request_window,
         keeps_retracted=plan.keeps_retracted,
-        write_policy="" if plan.host_tier is None else plan.host_tier.write_policy,
+        write_policy="" if plan.host_room is None else plan.host_room.write_policy,
     )
     if manager.running is not None and pool.size < manager.running.least_capacity:
         raise UnsupportedError(
@@ -181,9 +180,9 @@ def build_allocator(configurator: Any, pool: DiffKVPool, rows: Any) -> DiffKVAll
     SERVED[BACKEND] = allocator
     logger.info("DiffKV plan: %s", plan.describe(geometry, pool.size))
     logger.info("DiffKV: %s", _retraction(plan, geometry, why_recomputed(configurator, plan.config)))
-    if plan.host_tier is not None:
+    if plan.host_room is not None:
         pool_bytes = geometry.num_pages * plan.fmt.page_bytes
-        logger.info("DiffKV: evicted prefixes are %s.", describe(plan.host_tier, pool_bytes))
+        logger.info("DiffKV: %s are %s.", plan.host_room.guests, plan.host_room.describe(pool_bytes))
     if isinstance(policy, DiffKVPolicy) and (
         hint := policy.window_hint(len(geometry.fmt.tiers), geometry.fmt.page_tokens)
     ):
@@ -248,8 +247,8 @@ def create_prefix_cache(ctx: Any) -> Any:
     into arguments that a launch has resolved (0.5.17), so a hook on the factory chooses it."""
     config = load_config()
     exact = config.prefix_fidelity == "exact"
-    store = opened(ctx.server_args, ctx.model_config, config)
+    opened = [part.opened(ctx.server_args, ctx.model_config, config) for part in PARTS]
     page_size = 1 if ctx.disable_radix_cache else compat.tree_page_size(ctx.server_args)
     params = replace(ctx.params, page_size=page_size)
     keeps = config.keep_seconds > 0
-    return build_prefix_cache(params, config.share_min_tokens, exact=exact, store=store, keeps=keeps)
+    return build_prefix_cache(params, config.share_min_tokens, exact=exact, opened=opened, keeps=keeps)

@@ -16,7 +16,7 @@ from sglang_diffkv.files import named, parse_json, read_text, shown
 from sglang_diffkv.mem_pool.host_pages import GIB
 from sglang_diffkv.mem_pool.object_folder import ObjectFolder, prepare
 from sglang_diffkv.mem_pool.object_values import ObjectValues
-from sglang_diffkv.srt.startup import own_means, storage_backend
+from sglang_diffkv.srt.startup import host_options, own_means, storage_backend
 from sglang_diffkv.srt.startup.model_identity import configuration_digest, model_digest
 from sglang_diffkv.srt.startup.storage_backend import NAMES
 from sglang_diffkv.srt.tree.disk_tier import Prefetch
@@ -57,16 +57,19 @@ class Asked:
 
 def problems_alone(args: Any) -> list[str]:
     """What does not work without a host tier."""
-    asked = compat.store_asked_for(args) is not None
-    return [f"{OPTION} without --enable-hierarchical-cache: add it, or drop {OPTION}"] if asked else []
+    if host_options.store_asked_for(args) is None:
+        return []
+    return [f"{OPTION} without --enable-hierarchical-cache: add it, or drop {OPTION}", *_with_page_size(args)]
 
 
 def problems(args: Any) -> list[str]:
     """What does not work of the store that the user's arguments ask for, each with what to do."""
-    store = compat.store_asked_for(args)
+    store = host_options.store_asked_for(args)
+    if store is None:
+        return []
+    view, found = compat.resolved(args), _with_page_size(args)
     if store not in (FILE, DYNAMIC):
-        return []  # none, or one that the table of options refuses
-    view, found = compat.resolved(args), []
+        return found  # the table of options refuses it
     if getattr(view, "enable_lora", False) or getattr(view, "lora_paths", None):
         found.append(f"{OPTION} with LoRA, whose adapters have no lasting name: drop {OPTION}, or --enable-lora")
     try:
@@ -80,9 +83,16 @@ def problems(args: Any) -> list[str]:
     return found
 
 
+def _with_page_size(args: Any) -> list[str]:
+    size = compat.tree_page_size(args)
+    if size == 1 or getattr(compat.resolved(args), "disable_radix_cache", False):
+        return []
+    return [f"--page-size {size} with {OPTION}, whose files servers of other sizes would read: drop one of them"]
+
+
 def check_model(args: Any, configurator: Any) -> None:
     """Raise UnsupportedError for a model whose prompts have no lasting name."""
-    if compat.store_asked_for(args) is not None and getattr(configurator.model_config, "is_multimodal", False):
+    if host_options.store_asked_for(args) is not None and getattr(configurator.model_config, "is_multimodal", False):
         raise UnsupportedError(
             f"--attention-backend diffkv does not work with {OPTION} for a model that takes images, which SGLang names "
             f"by 30 bits in a prompt: drop {OPTION}"
@@ -158,9 +168,9 @@ def _size(value: Any) -> int:
 
 def describe(args: Any) -> str | None:
     """For the doctor: the store that the user's arguments ask for; None if they ask for none."""
-    if compat.store_asked_for(args) is None or not compat.asks_for_host_tier(args):
+    if host_options.store_asked_for(args) is None or not host_options.asks_for_host_tier(args):
         return None
-    store = str(compat.store_asked_for(args))
+    store = str(host_options.store_asked_for(args))
     asked = asked_for(compat.resolved(args), store)
     if store != FILE:
         return f"written to the store {shown(asked.extra.get(NAMES[0]))}, and found there ({asked.prefetch.policy})"
@@ -175,9 +185,9 @@ def _connected(asked: Asked) -> ObjectValues:
 
 def opened(args: Any, model: Any, config: DiffKVConfig) -> Store | None:
     """The store that the user's arguments ask for; None if they ask for none. ``model``: SGLang's ModelConfig."""
-    if compat.store_asked_for(args) is None or not compat.asks_for_host_tier(args):
+    if host_options.store_asked_for(args) is None or not host_options.asks_for_host_tier(args):
         return None
-    store = str(compat.store_asked_for(args))
+    store = str(host_options.store_asked_for(args))
     try:
         asked = asked_for(compat.resolved(args), store)
         objects = ObjectFolder(asked.path, asked.most) if store == FILE else _connected(asked)

@@ -1,21 +1,22 @@
 """Host memory for evicted prefixes: SGLang's options of its hierarchical cache, as the plugin's host tier takes them.
 
-SGLang's own hierarchical cache stays off (``compat.decline_hierarchical_cache``), so its scheduler does nothing for it.
+SGLang's own hierarchical cache stays off (``decline_hierarchical_cache``), so its scheduler does nothing for it.
 """
 
 from __future__ import annotations
 
 import math
 import os
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from sglang_diffkv.config import DiffKVConfig
 from sglang_diffkv.errors import UnsupportedError
 from sglang_diffkv.mem_pool.host_pages import GIB
-from sglang_diffkv.plan import HostTierPlan
+from sglang_diffkv.mem_pool.saved_segments import GUESTS
 from sglang_diffkv.srt.models.speculation import NGRAM, drafts_by_model
-from sglang_diffkv.srt.startup import disk_store
+from sglang_diffkv.srt.startup import disk_store, host_options
 from sglang_diffkv.srt.versions import compat
 
 OPTION = "--enable-hierarchical-cache"
@@ -24,6 +25,33 @@ MEMINFO = Path("/proc/meminfo")
 GB = 10**9
 """SGLang's unit of ``--hicache-size``."""
 USUAL_RATIO, USUAL_FRACTION = 2.0, 0.8
+
+
+@dataclass(frozen=True)
+class HostTierPlan:
+    """Host memory for evicted prefixes, with which retracted requests share it.
+
+    Attributes:
+        write_policy: when prefixes are copied, as SGLang names it. ratio: of the pool's pages, if ``size`` is 0. size:
+            bytes. most: bytes that a ratio may take at most.
+    """
+
+    write_policy: str
+    ratio: float
+    size: int = 0
+    most: int | None = None
+    guests: ClassVar[str] = GUESTS
+
+    def bytes_for(self, pool: int) -> int:
+        """Bytes beside a pool whose pages have so many."""
+        asked = int(self.ratio * pool)
+        return self.size or (asked if self.most is None else min(asked, self.most))
+
+    def describe(self, pool: int) -> str:
+        """For the log and the doctor. ``pool``: bytes of the pool's pages."""
+        size, asked = self.bytes_for(pool), self.size or int(self.ratio * pool)
+        less = f", as far as that is free (--hicache-ratio asks for {asked / GIB:.2f})" if size < asked else ""
+        return f"kept in up to {size / GIB:.2f} GiB of the host's memory ({self.write_policy}){less}"
 
 
 def host_memory() -> int:
@@ -52,7 +80,7 @@ def _number(path: Path, otherwise: int) -> int:
 
 def problems(args: Any, config: DiffKVConfig) -> list[str]:
     """What does not work with the host tier that the user's arguments ask for, each with what to do."""
-    if not compat.asks_for_host_tier(args):
+    if not host_options.asks_for_host_tier(args):
         return disk_store.problems_alone(args)
     view = compat.resolved(args)
     drop = f"drop {OPTION}"
@@ -103,7 +131,7 @@ def host_tier(configurator: Any) -> HostTierPlan | None:
     Raises UnsupportedError for a model whose prefixes cannot come back, and for more memory than is free.
     """
     args = getattr(configurator, "arguments", None) or configurator.server_args
-    if not compat.asks_for_host_tier(args):
+    if not host_options.asks_for_host_tier(args):
         return None
     if getattr(configurator, "mambaish_config", None) is not None:
         raise UnsupportedError(
@@ -126,10 +154,3 @@ def host_tier(configurator: Any) -> HostTierPlan | None:
 def _ranks_here(view: Any) -> int:
     """Ranks of a server that share this machine's memory."""
     return max(getattr(view, "tp_size", 1) // (getattr(view, "nnodes", 1) or 1), 1)
-
-
-def describe(tier: HostTierPlan, pool: int) -> str:
-    """For the log and the doctor. ``pool``: bytes of the pool's pages."""
-    size, asked = tier.bytes_for(pool), tier.size or int(tier.ratio * pool)
-    less = f", as far as that is free (--hicache-ratio asks for {asked / GIB:.2f})" if size < asked else ""
-    return f"kept in up to {size / GIB:.2f} GiB of the host's memory ({tier.write_policy}){less}"

@@ -22,6 +22,7 @@ from sglang_diffkv.srt.models.scaling import stated_spans
 from sglang_diffkv.srt.models.speculation import check_drafts, drafts_by_model, drafts_of
 from sglang_diffkv.srt.startup import own_choice, preflight
 from sglang_diffkv.srt.startup.draft_model import choose_backend
+from sglang_diffkv.srt.startup.optional_parts import PARTS
 from sglang_diffkv.srt.startup.prefill_graphs import choose_graphs
 from sglang_diffkv.srt.startup.validation import check_policy, check_server_args, scores_whole_heads
 from sglang_diffkv.srt.versions import compat
@@ -140,7 +141,8 @@ def _check(server_args: Any, *configs: DiffKVConfig) -> None:
         if drafts:
             checks.append(partial(check_drafts, config, attention_spans, by_model=drafts_by_model(args)))
     _refuse_at_once(checks)
-    compat.decline_hierarchical_cache(server_args)
+    for part in PARTS:
+        part.decline(server_args)
     compat.hand_out_single_slots(server_args)
 
 

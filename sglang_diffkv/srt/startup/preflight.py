@@ -21,7 +21,8 @@ from sglang_diffkv.srt.models.scaling import configured_spans, reads_window
 from sglang_diffkv.srt.models.speculation import check_drafts, drafts_of, longest_row
 from sglang_diffkv.srt.startup import tree_pages
 from sglang_diffkv.srt.startup.draft_model import bytes_of_slot
-from sglang_diffkv.srt.startup.host_memory import host_memory, host_tier
+from sglang_diffkv.srt.startup.host_memory import host_memory
+from sglang_diffkv.srt.startup.optional_parts import host_room
 from sglang_diffkv.srt.startup.validation import check_model, check_policy
 from sglang_diffkv.srt.tree.retracted import why_recomputed
 from sglang_diffkv.srt.versions import compat
@@ -105,7 +106,7 @@ def planned(configurator: Any, config: DiffKVConfig, draft_bytes: int) -> Memory
     obstacle = why_recomputed(configurator, config)
     if not obstacle:
         check_host_memory(config, getattr(view, "dp_size", 1) or 1)
-    return replace(plan, keeps_retracted=not obstacle, host_tier=host_tier(configurator))
+    return replace(plan, keeps_retracted=not obstacle, host_room=host_room(configurator))
 
 
 def check_host_memory(config: DiffKVConfig, replicas: int) -> None:

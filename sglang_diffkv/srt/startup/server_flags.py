@@ -6,8 +6,6 @@ start, or has no bearing on it. ``tests/servers/test_server_flags.py`` fails for
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 from sglang_diffkv.srt.models.speculation import (
@@ -20,56 +18,12 @@ from sglang_diffkv.srt.models.speculation import (
     drafts_by_model,
     drafts_of,
 )
+from sglang_diffkv.srt.startup.option_kinds import Flag, NoBearing, OnlyWith, Predicate, Refused, Works, unlike
+from sglang_diffkv.srt.startup.optional_parts import PARTS
 from sglang_diffkv.srt.startup.prefill_graphs import graphs_obstacle
 from sglang_diffkv.srt.startup.supported_flags import NO_BEARING, ONLY_WITH, ORTHOGONAL, WORKS
 from sglang_diffkv.srt.versions import compat
 from sglang_diffkv.srt.versions.selection import BACKEND
-
-Predicate = Callable[[Any, Any], Any]
-"""Of a field's value and all arguments."""
-
-
-@dataclass(frozen=True)
-class Works:
-    """It touches the cache, its admission or its scheduling. ``shown``: the test that runs it, or why it works."""
-
-    shown: str
-
-
-@dataclass(frozen=True)
-class Refused:
-    """Values for which ``when`` is true end the start.
-
-    Attributes:
-        why: in the message, after "does not work with", and what to do. ``{value}`` is the value, ``{found}`` what
-            ``when`` gave.
-        otherwise: what shows that other values work; empty if they only switch the option off.
-    """
-
-    why: str
-    when: Predicate = lambda value, args: value
-    otherwise: str = ""
-
-
-@dataclass(frozen=True)
-class NoBearing:
-    """The cache, its admission and its scheduling are the same with any value. ``what``: what the option is about."""
-
-    what: str
-
-
-@dataclass(frozen=True)
-class OnlyWith:
-    """Read only where ``what`` is in use, which is refused: an option by its field, or a kind of model."""
-
-    what: str
-
-
-Flag = Works | Refused | NoBearing | OnlyWith
-
-
-def _not(*values: Any) -> Predicate:
-    return lambda value, args: value not in values
 
 
 def _above_one(value: Any, args: Any) -> bool:
@@ -113,12 +67,6 @@ def _broken_graphs(value: Any, args: Any) -> bool:
     return not wanted <= {None, "full", "disabled"}
 
 
-def _of_host_tier(usual: Any) -> Predicate:
-    """Other values than the usual one, where evicted prefixes go to host memory."""
-    return lambda value, args: getattr(args, "enable_hierarchical_cache", False) and value not in (None, usual)
-
-
-_HOST_TIER_RUN = "tests/servers/test_server_host_tier.py::test_lossless_gives_stock_tokens"
 _BACKENDS = "a second attention backend beside diffkv: prefill and decode must both use --attention-backend diffkv"
 _PREFILL_GRAPHS = (
     "CUDA graphs for prefill ({found}): drop that option, or add --disable-prefill-cuda-graph (decode graphs work)"
@@ -139,7 +87,7 @@ REFUSED: dict[str, Refused] = {
     "kv_cache_dtype": Refused(
         "--kv-cache-dtype {value}: drop it, tiers take its place (the default stores fewer than 8 bits a number, "
         '{{"tiers": ["K8V8"]}} in --diffkv-config 8; auto, bf16 and bfloat16 are accepted)',
-        _not("auto", "bf16", "bfloat16"),
+        unlike("auto", "bf16", "bfloat16"),
         "tests/servers/test_server_kv_dtype.py::test_a_checkpoint_that_asks_for_an_fp8_cache_gets_the_tiers",
     ),
     "speculative_algorithm": Refused(
@@ -171,13 +119,13 @@ REFUSED: dict[str, Refused] = {
         _CHAINS_RUN,
     ),
     "enable_multi_layer_eagle": Refused("speculative decoding: drop --enable-multi-layer-eagle"),
-    "decoupled_spec_role": Refused("speculative decoding: drop --decoupled-spec-role", _not("null", None)),
+    "decoupled_spec_role": Refused("speculative decoding: drop --decoupled-spec-role", unlike("null", None)),
     "uno_lora_path": Refused("speculative decoding: drop --uno-lora-path"),
     "enable_return_aux_hidden_states": Refused(
         "auxiliary hidden states in replies: drop --enable-return-aux-hidden-states"
     ),
     "disaggregation_mode": Refused(
-        f"prefill/decode disaggregation: drop --disaggregation-mode{_DESIGN}", _not("null", None)
+        f"prefill/decode disaggregation: drop --disaggregation-mode{_DESIGN}", unlike("null", None)
     ),
     "enable_pd_role_switch": Refused("prefill/decode disaggregation: drop --enable-pd-role-switch"),
     "disaggregation_decode_enable_offload_kvcache": Refused(
@@ -186,37 +134,15 @@ REFUSED: dict[str, Refused] = {
     "encoder_only": Refused(
         "a server of encoders alone, which has no KV cache: drop --attention-backend diffkv for it"
     ),
-    "hicache_storage_backend": Refused(
-        "--hicache-storage-backend {value}: use file, or dynamic with the class of your store, or drop it",
-        _not(None, "file", "dynamic"),
-        "tests/servers/test_server_disk_tier.py::test_a_restarted_server_answers_from_disk",
-    ),
-    "hicache_storage_prefetch_retry_poll_interval": Refused(
-        "--hicache-storage-prefetch-retry-poll-interval {value}: drop it, a store is asked once", _not(None, 8)
-    ),
-    "hicache_storage_prefetch_retry_max_attempts": Refused(
-        "--hicache-storage-prefetch-retry-max-attempts {value}: drop it, a store is asked once", _not(None, 8)
-    ),
-    "hicache_host_memory_mode": Refused(
-        "--hicache-host-memory-mode {value}: drop it, host memory holds prefixes", _of_host_tier("cache")
-    ),
-    "hicache_io_backend": Refused(
-        "--hicache-io-backend {value}: drop it, pages are copied whole, in one way",
-        _of_host_tier("kernel"),
-        _HOST_TIER_RUN,
-    ),
-    "hicache_mem_layout": Refused(
-        "--hicache-mem-layout {value}: drop it, the host has pages as the device has them",
-        lambda value, args: _of_host_tier(compat.default_of("hicache_mem_layout"))(value, args),
-        _HOST_TIER_RUN,
-    ),
     "enable_lmcache": Refused("LMCache: drop --enable-lmcache"),
     "enable_flexkv": Refused("FlexKV, which moves K and V by KV slot: drop --enable-flexkv"),
     "enable_unified_cache_external_linker": Refused(
         "an external KV store, which moves K and V by KV slot: drop --enable-unified-cache-external-linker"
     ),
     "radix_cache_backend": Refused(
-        "--radix-cache-backend {value}: drop it, diffkv brings its own", _not(None, "", BACKEND), "names our own cache"
+        "--radix-cache-backend {value}: drop it, diffkv brings its own",
+        unlike(None, "", BACKEND),
+        "names our own cache",
     ),
     "enable_hisparse": Refused("hierarchical sparse attention: drop --enable-hisparse"),
     "enable_page_major_kv_layout": Refused("the page-major KV layout: drop --enable-page-major-kv-layout"),
@@ -272,7 +198,7 @@ REFUSED: dict[str, Refused] = {
         "--enable-linear-replayssm, or add --disable-radix-cache",
         _with_kept_states(None, False),
     ),
-    "device": Refused("device {value}: use cuda or cpu", _not(None, "", "cuda", "cpu"), "all server tests"),
+    "device": Refused("device {value}: use cuda or cpu", unlike(None, "", "cuda", "cpu"), "all server tests"),
     "enable_deterministic_inference": Refused(
         "deterministic inference: a reply may differ by whether its prefix was cached; drop "
         "--enable-deterministic-inference"
@@ -293,7 +219,7 @@ REFUSED: dict[str, Refused] = {
     "cuda_graph_backend_prefill": Refused(_PREFILL_GRAPHS, _prefill_graphs, _PREFILL_GRAPHS_RUN),
     "cuda_graph_prefill_max_context": Refused(
         "--cuda-graph-prefill-max-context: drop it, graphs of prompts hold nothing that depends on lengths",
-        _not(None, 0),
+        unlike(None, 0),
     ),
     "cuda_graph_backend_decode": Refused(
         "decode graphs with breaks: use --cuda-graph-backend-decode full or disabled",
@@ -316,15 +242,17 @@ REFUSED: dict[str, Refused] = {
     ),
     "kv_canary_real_data": Refused(
         "--kv-canary-real-data {value}: use none, as a token's bytes change when it goes down a tier",
-        _not("none", None),
+        unlike("none", None),
     ),
+    **{name: refused for part in PARTS for name, refused in part.refused.items()},
 }
 
 
 def flags() -> dict[str, Flag]:
     """Field of ``ServerArgs`` -> what it is to diffkv."""
     found: dict[str, Flag] = dict(REFUSED)
-    for kind, groups in ((Works, WORKS), (Works, ORTHOGONAL), (NoBearing, NO_BEARING), (OnlyWith, ONLY_WITH)):
+    works = {**WORKS, **{test: names for part in PARTS for test, names in part.works.items()}}
+    for kind, groups in ((Works, works), (Works, ORTHOGONAL), (NoBearing, NO_BEARING), (OnlyWith, ONLY_WITH)):
         for text, names in groups.items():
             for name in names.split():
                 if name in found:

@@ -37,12 +37,6 @@ WORKS: dict[str, str] = {
         "disable_priority_preemption priority_scheduling_preemption_threshold schedule_low_priority_values_first "
         "default_priority_value abort_on_priority_when_disabled"
     ),
-    "tests/servers/test_server_disk_tier.py::test_a_restarted_server_answers_from_disk": (
-        "hicache_storage_prefetch_policy hicache_storage_backend_extra_config"
-    ),
-    "tests/servers/test_server_host_tier.py::test_lossless_gives_stock_tokens": (
-        "enable_hierarchical_cache hicache_ratio hicache_size hicache_write_policy hicache_host_memory_fraction"
-    ),
     "tests/servers/test_server_options.py::test_hidden_states_and_logit_processors": (
         "enable_return_hidden_states return_hidden_states_mode enable_custom_logit_processor"
     ),

@@ -27,9 +27,6 @@ def problems(args: Any, config: DiffKVConfig) -> list[str]:
         f"{with_size} a policy that compresses running requests in pages of their own: {drop}, or choose another": (
             config.build_policy().running is not None
         ),
-        f"{with_size} --hicache-storage-backend, whose files servers of other sizes would read: drop one of them": (
-            compat.store_asked_for(args) is not None
-        ),
         f"{with_size} --kv-canary, which follows single tokens: drop one of them": (
             getattr(view, "kv_canary", "none") != "none"
         ),

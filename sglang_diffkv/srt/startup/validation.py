@@ -14,7 +14,8 @@ from sglang_diffkv.policies.base import Pointwise
 from sglang_diffkv.srt.models.hybrids import hybrid_problems
 from sglang_diffkv.srt.models.scaling import attention_layers
 from sglang_diffkv.srt.models.speculation import DRAFTS_GPU_VERSIONS, SEEN_ON_A_GPU, algorithm_of, drafts_by_model
-from sglang_diffkv.srt.startup import host_memory, tree_pages
+from sglang_diffkv.srt.startup import tree_pages
+from sglang_diffkv.srt.startup.optional_parts import PARTS
 from sglang_diffkv.srt.startup.server_flags import refusals
 from sglang_diffkv.srt.versions.compat import (
     resolved,
@@ -30,7 +31,7 @@ PAGE_DTYPES = (torch.bfloat16, torch.float16)
 def check_server_args(args: Any, config: DiffKVConfig | None = None) -> None:
     """Raise UnsupportedError, listing every refused option at once."""
     config = config or DiffKVConfig()
-    problems = host_memory.problems(args, config) + tree_pages.problems(args, config)
+    problems = [text for part in PARTS for text in part.problems(args, config)] + tree_pages.problems(args, config)
     args = resolved(args)
     problems = refusals(args) + problems
     device = str(getattr(args, "device", None) or "")

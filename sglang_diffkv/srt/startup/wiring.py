@@ -5,18 +5,19 @@ The parts stand on one another in this order, and each refers to those before it
 
 1. ``PageLedger``, over the page manager;
 2. the tree: its nodes' pages and locks are counted in the ledger;
-3. the optional parts, over the tree. The tree and the life of requests know them by ``tree/parts.py`` alone;
+3. the optional parts, over the tree. The tree and the life of requests know them by ``tree/parts.py`` alone. Those of
+   ``optional_parts.py`` make themselves;
 4. ``RequestLifecycle``: scheduling's decisions, over all of them. SGLang's hooks call it.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from itertools import zip_longest
 from typing import Any
 
 from sglang_diffkv.config import DiffKVConfig
 from sglang_diffkv.mem_pool.ledger import PageLedger
-from sglang_diffkv.mem_pool.segment_object import Origin
-from sglang_diffkv.mem_pool.stored_segments import StoredSegments
 from sglang_diffkv.mem_pool.usage import UsageMeter
 from sglang_diffkv.ops.decisions import compacts, tail_tokens
 from sglang_diffkv.srt.models.hybrids import has_states
@@ -24,15 +25,14 @@ from sglang_diffkv.srt.scheduling.fidelity import Fidelity
 from sglang_diffkv.srt.scheduling.joint_admission import AdmissionRule, JointAdmission
 from sglang_diffkv.srt.scheduling.lifecycle import RequestLifecycle
 from sglang_diffkv.srt.scheduling.running_compression import CompressionScheduler
-from sglang_diffkv.srt.startup.disk_store import Store
+from sglang_diffkv.srt.startup.optional_parts import PARTS
 from sglang_diffkv.srt.tree.events import RequestListener
 from sglang_diffkv.srt.tree.exact_prompts import ExactPrompts
-from sglang_diffkv.srt.tree.host_tier import HostTier
 from sglang_diffkv.srt.tree.interface import NoTree, PrefixTree
 from sglang_diffkv.srt.tree.kept_prefixes import KeptPrefixes
 from sglang_diffkv.srt.tree.kept_states import FreedStates, KeptStates
-from sglang_diffkv.srt.tree.kv_events import ToldHost, ToldNodes
-from sglang_diffkv.srt.tree.parts import ExactRule, HostPrefixes, KeepRule, NodeStates, Parts, Restoring, SessionRule
+from sglang_diffkv.srt.tree.kv_events import ToldNodes
+from sglang_diffkv.srt.tree.parts import ExactRule, KeepRule, NodeStates, Parts, Restoring, SessionRule
 from sglang_diffkv.srt.tree.path_joining import PathJoiner
 from sglang_diffkv.srt.tree.prefix_cache import DiffKVPrefixCache
 from sglang_diffkv.srt.tree.retracted import Retracted
@@ -50,24 +50,24 @@ def build_lifecycle(
 
 
 def build_prefix_cache(
-    params: Any, share_min_tokens: int, *, exact: bool, store: Store | None = None, keeps: bool = False
+    params: Any, share_min_tokens: int, *, exact: bool, opened: Sequence[Any] = (), keeps: bool = False
 ) -> Any:
     """The prefix cache for SGLang's ``params``, with all parts around it, connected with the life of requests.
 
     Args:
-        share_min_tokens: see ``DiffKVConfig``. exact: whether its ``prefix_fidelity`` is ``exact``. store:
-            behind the host's memory, if there is one. keeps: whether requests may ask to keep prefixes.
+        share_min_tokens: see ``DiffKVConfig``. exact: whether its ``prefix_fidelity`` is ``exact``. opened:
+            what each of ``PARTS`` has opened, if anything was. keeps: whether requests may ask to keep prefixes.
     """
     requests: RequestLifecycle = params.token_to_kv_pool_allocator.requests
     ledger = requests.ledger
     tree = prefix_cache_class()(params, ledger, share_min_tokens)
     ledger.manager.counts.tell_counted(tree.count)
     recorder = tree.event_recorder()
-    parts = _without_prefixes(tree) if tree.disable else _around(tree, share_min_tokens, exact, store, keeps)
+    parts = _without_prefixes(tree) if tree.disable else _around(tree, share_min_tokens, exact, opened, keeps)
     if recorder is not None:
         tree.tell_of_nodes(ToldNodes(tree, *recorder))
-        if isinstance(parts.host, HostTier):
-            parts.host.index.told = ToldHost(tree, *recorder)
+        for source in parts.sources:
+            source.tell_events(*recorder)
     tree.connect(parts)
     requests.connect(tree, parts, _admission(ledger, tree))
     return tree
@@ -79,7 +79,7 @@ def _without_prefixes(tree: DiffKVPrefixCache) -> Parts:
     return Parts(compression=_compression(tree.ledger, tree, ExactRule()), states=states)
 
 
-def _around(tree: DiffKVPrefixCache, share_min_tokens: int, exact: bool, store: Store | None, keeps: bool) -> Parts:
+def _around(tree: DiffKVPrefixCache, share_min_tokens: int, exact: bool, opened: Sequence[Any], keeps: bool) -> Parts:
     """The parts around a tree. What the page manager freezes for it is decided here, too."""
     ledger, manager = tree.ledger, tree.manager
     states = KeptStates(tree, share_min_tokens) if has_states(tree.req_to_token_pool) else None
@@ -91,15 +91,10 @@ def _around(tree: DiffKVPrefixCache, share_min_tokens: int, exact: bool, store: 
     else:  # a state stands for all of a prompt, so the tree takes that or nothing
         tail = tail_tokens(manager.state, manager.policy) if states is None else 0
         manager.prompts.freeze_from(share_min_tokens, tail, tree.page_size)
-    retracted, host = Restoring(), HostPrefixes()
+    retracted = Restoring()
     if manager.saved is not None and manager.keeps_retracted:
         retracted = Retracted(tree, manager.saved, alone=keeps_prompts)
-    if manager.saved_segments is not None:
-        host = HostTier(tree, manager.saved_segments, policy=manager.write_policy, least=share_min_tokens)
-        if store is not None:
-            described = (manager.state.dtype, store.model, store.configuration, manager.ranks)
-            origin = Origin.of(manager.geometry, *described)
-            host.store_in(StoredSegments(manager.saved_segments, store.objects, origin), store.prefetch)
+    sources = [part.source(tree, share_min_tokens, found) for part, found in zip_longest(PARTS, opened)]
     refs = SessionRefs(tree) if tree.enable_session_radix_cache or keeps else None
     return Parts(
         compression=_compression(ledger, tree, rule),
@@ -109,7 +104,7 @@ def _around(tree: DiffKVPrefixCache, share_min_tokens: int, exact: bool, store: 
         exact=rule,
         joiner=PathJoiner(tree),
         retracted=retracted,
-        host=host,
+        kept_elsewhere=tuple(source for source in sources if source is not None),
     )
 
 

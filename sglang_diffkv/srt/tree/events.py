@@ -12,7 +12,7 @@ Listeners hear each event in this order (``Parts.listeners``):
 5. ``ExactPrompts``, with exact prefix fidelity;
 6. ``PathJoiner``, where there is a prefix cache;
 7. ``Retracted``, where retracted requests go to host memory;
-8. ``HostTier``, where evicted prefixes do.
+8. others that bring back what the tree has evicted (``Parts.kept_elsewhere``).
 
 The scheduler's events come from ``scheduling/lifecycle.py``. Those of publication and ``reset`` come from the tree,
 which SGLang calls. ``startup/wiring.py`` makes the parts.
@@ -20,7 +20,7 @@ which SGLang calls. ``startup/wiring.py`` makes the parts.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, ClassVar
 
 from sglang_diffkv.mem_pool.page_manager import PageManager
@@ -108,7 +108,11 @@ class RequestListener:
     def reset(self) -> None:
         """The prefix cache is about to be emptied."""
 
-    # Checks
+    # Reports and checks
+
+    def reports(self) -> Mapping[str, Mapping[str, float]]:
+        """For ``/server_info`` and the metrics: what the part tells, by the names under which it stands there."""
+        return {}
 
     def check_integrity(self) -> None:
         """Raise AssertionError unless what the part holds agrees with the rest."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import heapq
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -21,7 +21,7 @@ from sglang_diffkv.layout.geometry import TABLE_BLOCK
 from sglang_diffkv.layout.spans import whole_tokens
 from sglang_diffkv.mem_pool.ledger import PageLedger
 from sglang_diffkv.mem_pool.page_manager import PageManager
-from sglang_diffkv.srt.tree.parts import HostPrefixes, NodeListener, NodeStates, SessionRule
+from sglang_diffkv.srt.tree.parts import NodeListener, NodeStates, PrefixSource, SessionRule
 
 WORTH_WAITING = 1024
 """Tokens of a compressed leaf that are worth a wait for the GPU's running step: their prefill takes longer, and so much
@@ -37,7 +37,7 @@ class EvictingTree(RadixCache):
     """States that nodes keep, of a model that has some."""
     sessions: SessionRule
     """Which nodes sessions refer to."""
-    host: HostPrefixes
+    sources: Sequence[PrefixSource]
     """What becomes of evicted prefixes."""
     told: NodeListener
     """Who follows SGLang's KV events."""
@@ -280,9 +280,10 @@ class EvictingTree(RadixCache):
 
     def evict_nodes(self, nodes: list[Any], *, wait: bool = True) -> Any:
         """Evict a leaf and nodes above it, all of one segment; the node above them. ``wait``: for the device to count
-        the pages that are left of the segment. Without it the host gets no copy: they are not worth a page."""
+        the pages that are left of the segment. Without it nobody copies them: they are not worth a page."""
         if wait:
-            self.host.leaving(nodes)
+            for part in self.sources:
+                part.leaving(nodes)
         above, segment, tokens = nodes[-1].parent, nodes[0].segment, sum(len(node.key) for node in nodes)
         self.tokens_evicted += tokens
         for node in nodes:

@@ -28,7 +28,7 @@ from __future__ import annotations
 
 import heapq
 import time
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -42,9 +42,10 @@ from sglang_diffkv.mem_pool.saved_rows import Needed
 from sglang_diffkv.mem_pool.saved_segments import SavedSegment, SavedSegments
 from sglang_diffkv.mem_pool.stored_segments import StoredSegments
 from sglang_diffkv.srt.tree.disk_tier import DiskTier, NoDisk, Prefetch
+from sglang_diffkv.srt.tree.host_events import ToldHost
 from sglang_diffkv.srt.tree.host_index import HostIndex, HostNode, Part
 from sglang_diffkv.srt.tree.old_weights import OldWeights
-from sglang_diffkv.srt.tree.parts import HostPrefixes
+from sglang_diffkv.srt.tree.parts import PrefixSource
 from sglang_diffkv.srt.tree.prefix_cache import DiffKVPrefixCache
 from sglang_diffkv.srt.tree.private_space import is_of_one
 from sglang_diffkv.srt.versions import compat
@@ -66,7 +67,7 @@ for which there was no room for what it had. Segments for which it had no memory
 it forgot for want of memory."""
 
 
-class HostTier(HostPrefixes):
+class HostTier(PrefixSource):
     """Evicted prefixes in host memory, over a prefix cache.
 
     Args:
@@ -111,6 +112,9 @@ class HostTier(HostPrefixes):
 
     def expect(self, tokens: Callable[[], Iterable[tuple[int | None, float]]]) -> None:
         self.expected = tokens
+
+    def tell_events(self, store: Callable[..., None], remove: Callable[..., None]) -> None:
+        self.index.told = ToldHost(self.tree, store, remove)
 
     # To the host
 
@@ -435,7 +439,11 @@ class HostTier(HostPrefixes):
         }
 
     def report_of_store(self) -> dict[str, float]:
+        """The same of a store behind host memory."""
         return self.disk.report()
+
+    def reports(self) -> dict[str, Mapping[str, float]]:
+        return {"host_prefixes": self.report(), "stored_prefixes": self.report_of_store()}
 
     def digest(self) -> Any:
         return self.index.tokens, self.host.free, len(self._unwritten), *self.counts.values(), self.disk.digest()

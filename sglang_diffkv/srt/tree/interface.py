@@ -17,8 +17,8 @@ Another tree can stand here:
   ledger (``PageLedger.hold``, ``release``, ``lock``, ``unlock``). ``hooks/table.py`` puts it into SGLang
   (``default_radix_cache_factory``), and ``startup/wiring.py`` makes it.
 
-A tree also tells ``Parts.host`` of nodes that come and that it is about to evict, and asks it, as ``Parts.retracted``,
-before it is searched for a request that is being admitted.
+A tree also tells ``Parts.sources`` of nodes that come and that it is about to evict. It asks them before it is searched
+for a request that is being admitted.
 """
 
 from __future__ import annotations

@@ -52,6 +52,9 @@ class NodeStates(RequestListener):
         """For ``/server_info``."""
         return {}
 
+    def reports(self) -> dict[str, dict[str, int]]:
+        return {"states": self.report()}
+
     def check_nodes(self, nodes: set[Any]) -> None:
         """Raise AssertionError unless each state has one of the tree's ``nodes``."""
 
@@ -132,46 +135,18 @@ class ExactRule(RequestListener):
         """A request holds nothing of the prefix cache any more, though it runs on."""
 
 
-class FromHost(RequestListener):
-    """What host memory keeps and brings back when SGLang admits a request; here it keeps nothing."""
+class PrefixSource(RequestListener):
+    """What is kept of tokens that the tree has lost, and comes back when SGLang admits a request; here nothing is kept.
+    A match asks all sources, in the order of ``Parts.sources``. The first that brings something back answers.
+    """
 
     def expect(self, tokens: Callable[[], Iterable[tuple[int | None, float]]]) -> None:
         """``tokens`` tells from now on the row of each running request, and what it is expected to generate yet."""
 
-    @contextmanager
-    def admitting(self, req: Any) -> Iterator[None]:
-        """Inside, SGLang matches the request that it admits next."""
-        yield
+    def tell_events(self, store: Callable[..., None], remove: Callable[..., None]) -> None:
+        """``store``, ``remove``: SGLang's ways to record that a node has come to a medium, or gone from it."""
 
-    def match(self, params: Any) -> Any:
-        """The match (SGLang's MatchResult) of the request that is being admitted, with what came back of it. None if
-        nothing is kept of it, or of another request."""
-        return None
-
-    @contextmanager
-    def retracting_all(self) -> Iterator[None]:
-        """Inside, SGLang retracts all requests for a pause, with the promise that they are computed again."""
-        yield
-
-    def report(self) -> dict[str, int]:
-        """For ``/server_info``."""
-        return {}
-
-
-class Restoring(FromHost):
-    """What becomes of retracted requests; here they are computed again."""
-
-    def waits_for(self, req: Any) -> float | None:
-        """High-tier tokens for which a request waits to be restored; None if it does not."""
-        return None
-
-    def reads_alone(self, req: Any) -> bool:
-        """Whether the request has matched a restored prefix that no other finds."""
-        return False
-
-
-class HostPrefixes(FromHost):
-    """What becomes of prefixes that the tree evicts; here they are gone."""
+    # Of the tree's nodes
 
     def came(self, node: Any) -> None:
         """A node was inserted, with a segment of its own."""
@@ -185,13 +160,38 @@ class HostPrefixes(FromHost):
     def used(self, key: Any) -> None:
         """A request waits for what is kept of SGLang's RadixKey ``key``."""
 
+    # Of requests
+
+    @contextmanager
+    def admitting(self, req: Any) -> Iterator[None]:
+        """Inside, SGLang matches the request that it admits next."""
+        yield
+
+    def match(self, params: Any) -> Any:
+        """The match (SGLang's MatchResult) of the request that is being admitted, with what came back of it. None if
+        nothing is kept of it, or of another request."""
+        return None
+
     def waits_for(self, req: Any) -> bool:
-        """Whether a request that was just matched waits for what a store has of it."""
+        """Whether a request that was just matched waits for what is on its way to it. Others are admitted meanwhile."""
         return False
 
-    def report_of_store(self) -> dict[str, float]:
-        """The same of a store behind host memory."""
-        return {}
+    @contextmanager
+    def retracting_all(self) -> Iterator[None]:
+        """Inside, SGLang retracts all requests for a pause, with the promise that they are computed again."""
+        yield
+
+
+class Restoring(PrefixSource):
+    """What becomes of retracted requests; here they are computed again."""
+
+    def waits_for_room(self, req: Any) -> float | None:
+        """High-tier tokens for which a request waits to be restored; None if it does not."""
+        return None
+
+    def reads_alone(self, req: Any) -> bool:
+        """Whether the request has matched a restored prefix that no other finds."""
+        return False
 
 
 class NodeListener:
@@ -218,7 +218,7 @@ class Parts:
     """The optional parts of a server, each as it is without it unless given.
 
     Attributes:
-        compression: who compresses running requests that hold a budget.
+        compression: who compresses running requests that hold a budget. kept_elsewhere: who keeps what the tree evicts.
     """
 
     compression: RequestListener = field(default_factory=RequestListener)
@@ -228,10 +228,15 @@ class Parts:
     exact: ExactRule = field(default_factory=ExactRule)
     joiner: PathRule = field(default_factory=PathRule)
     retracted: Restoring = field(default_factory=Restoring)
-    host: HostPrefixes = field(default_factory=HostPrefixes)
+    kept_elsewhere: tuple[PrefixSource, ...] = ()
+
+    @property
+    def sources(self) -> tuple[PrefixSource, ...]:
+        """Those that bring back what the tree has lost."""
+        return self.retracted, *self.kept_elsewhere
 
     @property
     def listeners(self) -> Sequence[RequestListener]:
         """All of them, in the order in which they hear of events."""
         first = self.compression, self.states, self.sessions, self.kept
-        return *first, self.exact, self.joiner, self.retracted, self.host
+        return *first, self.exact, self.joiner, *self.sources

@@ -332,7 +332,8 @@ class PathJoiner(PathRule):
         self.joined += 1
         self.settled += len(settling)
         if settling:
-            self.tree.host.settled(renamed[-1])
+            for source in self.tree.sources:
+                source.settled(renamed[-1])
         if any(manager.geometry.attention_spans):
             tree.told.ends_changed(renamed[0])
 

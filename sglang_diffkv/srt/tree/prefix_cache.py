@@ -69,7 +69,7 @@ class DiffKVPrefixCache(EvictingTree):
     def connect(self, parts: Parts) -> None:
         """The optional parts around the tree."""
         self.states, self.exact, self.joiner, self.retracted = parts.states, parts.exact, parts.joiner, parts.retracted
-        self.sessions, self.kept, self.host = parts.sessions, parts.kept, parts.host
+        self.sessions, self.kept, self.sources = parts.sessions, parts.kept, parts.sources
         self.listeners: Sequence[RequestListener] = parts.listeners
 
     def tell_of_nodes(self, told: NodeListener) -> None:
@@ -183,7 +183,8 @@ class DiffKVPrefixCache(EvictingTree):
             if self.keeps_history:
                 self.raise_history(leaf)
             self.told.end_came(leaf)
-            self.host.came(leaf)
+            for part in self.sources:
+                part.came(leaf)
         return matched, leaf
 
     def _segment(self, lo: int, hi: int) -> Segment:
@@ -246,18 +247,19 @@ class DiffKVPrefixCache(EvictingTree):
     # Matching
 
     def match_prefix(self, params: Any) -> Any:
-        for part in (self.retracted, self.host):
+        for part in self.sources:
             if (found := part.match(params)) is not None:
                 return found
         return self.match(params)
 
     def touch_prefix(self, key: Any) -> None:
-        """Somebody waits for what the tree has of ``key``: it counts as used, with its state, and on the host too.
+        """Somebody waits for what the tree has of ``key``: it counts as used, with its state, and elsewhere too.
         SGLang 0.5.22 and later call it for the head of the queue."""
         if self.disable or not len(key):
             return
         self.states.used(self.find(MatchPrefixParams(key=key)).last_device_node)
-        self.host.used(key)
+        for part in self.sources:
+            part.used(key)
 
     def resolve_node_handle(self, node: Any) -> Any:
         """The last node above ``node``, or itself, that the tree still has. SGLang asks where the prefixes of requests

@@ -258,7 +258,7 @@ class Retracted(Restoring):
         (needed,) = self.saved.needed([(kept.saved, at, None)])
         return self.tree.make_room_to_restore(tokens, pages, needed.blocks)
 
-    def waits_for(self, req: Any) -> float | None:
+    def waits_for_room(self, req: Any) -> float | None:
         kept = self.of(req)
         return None if kept is None else kept.wanted
 
@@ -371,6 +371,9 @@ class Retracted(Restoring):
         host, size = self.saved.host, self.manager.fmt.page_bytes
         held = {"host_bytes": self.saved.pages_held * size, "host_bytes_most": host.count * size}
         return {**self.counts, "waiting": len(self.kept), **held}
+
+    def reports(self) -> dict[str, dict[str, int]]:
+        return {"retracted": self.report()}
 
     def check_integrity(self) -> None:
         """Raise AssertionError unless each saved row is that of one request."""

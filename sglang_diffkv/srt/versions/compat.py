@@ -19,7 +19,6 @@ import numpy as np
 
 from sglang_diffkv.config import UNTRIED_ENV
 from sglang_diffkv.errors import UnsupportedError
-from sglang_diffkv.files import read_text
 from sglang_diffkv.layout.ranks import Ranks
 from sglang_diffkv.plan import CONTEXT_SLACK as CONTEXT_SLACK
 from sglang_diffkv.releases import GPU_VERSIONS, RELEASES, TESTED_VERSIONS, Release
@@ -366,40 +365,10 @@ def decline_hybrid_swa_pools(server_args: Any) -> bool:
     return True
 
 
-def asks_for_host_tier(server_args: Any) -> bool:
-    """Whether the user asked for SGLang's hierarchical cache, whose place the plugin's host tier takes."""
-    if getattr(server_args, "enable_hierarchical_cache", False):
-        return True
-    if installed().declared_arguments:  # they are as the user gave them
-        return False
-    return _has_declined(server_args, enable_hierarchical_cache=False)
-
-
-def store_asked_for(server_args: Any) -> str | None:
-    """The store that the user asked for behind the hierarchical cache; None for none."""
-    found = getattr(server_args, "hicache_storage_backend", None)
-    if found is not None or installed().declared_arguments:
-        return found
-    if not _has_declined(server_args, hicache_storage_backend=None):
-        return None
-    extra = str(getattr(server_args, "hicache_storage_backend_extra_config", None) or "")
-    text = read_text(extra[1:]) if extra.startswith("@") else extra
-    return "dynamic" if '"module_path"' in text else "file"  # what it was is gone
-
-
-def _has_declined(server_args: Any, **fields: Any) -> bool:
+def has_declined(server_args: Any, **fields: Any) -> bool:
     """Whether just this was decided, where arguments have what was decided."""
     stash = [getattr(server_args, name, None) or [] for name in ("_resolved_overrides", "_runtime_mutations")]
     return any(("sglang_diffkv", fields) in decisions for decisions in stash)
-
-
-def decline_hierarchical_cache(server_args: Any) -> None:
-    """Keep SGLang's own hierarchical cache off, with all that its scheduler does for it and for a store behind it:
-    ``asks_for_host_tier`` and ``store_asked_for`` still tell what the user asked for."""
-    if getattr(resolved(server_args), "enable_hierarchical_cache", False):
-        decide(server_args, enable_hierarchical_cache=False)
-    if getattr(resolved(server_args), "hicache_storage_backend", None) is not None:
-        decide(server_args, hicache_storage_backend=None)
 
 
 def tree_page_size(server_args: Any) -> int:
