@@ -31,8 +31,8 @@ from sglang_diffkv.srt.tree.host_index import Part
 from sglang_diffkv.srt.tree.host_tier import SELECTIVE, WRITE_BACK, WRITE_THROUGH, HostTier
 from sglang_diffkv.srt.tree.private_space import HighSpace, WindowSpace
 from tests.helpers import Seen, seen_by, until
-from tests.tree.listener import host_tier_of
 from tests.policies import diffkv_policy
+from tests.tree.listener import host_tier_of
 from tests.tree.stand_in import Fields, Match, StandIn
 from tests.tree.test_prefix_cache import ROWS, WINDOW, TreeMachine, machine_settings
 from tests.tree.test_retracted import (
