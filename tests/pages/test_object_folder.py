@@ -131,7 +131,9 @@ def test_writers_and_readers_at_once_see_whole_objects(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("times", [5, object_folder.MOST_TRIES])
-def test_a_folder_that_goes_before_its_object_comes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, times: int) -> None:
+def test_a_folder_that_goes_before_its_object_comes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, times: int
+) -> None:
     """Others remove an empty folder each time that it has just been made."""
     folder, replace, left = ObjectFolder(tmp_path), os.replace, times
 

@@ -619,6 +619,27 @@ def test_large_segments_are_listed_one_by_one(monkeypatch: pytest.MonkeyPatch) -
     world.leave(other)
 
 
+@pytest.mark.parametrize("retracts", [False, True], ids=["", "beside a retracted request"])
+def test_of_more_than_the_host_holds_together_the_newest_are_kept(retracts: bool) -> None:
+    """They come one after the other while everything waits to be copied."""
+    world = World(3000, exact=False, host_pages=44 if retracts else 22, write_policy=WRITE_THROUGH)
+    if retracts:
+        retract(world, world.prompt(world.tokens(110)))
+    world.requests.scheduling_begins(retracted_of(world).kept)
+    prompts = [world.tokens(120) for _ in range(8)]
+    for tokens in prompts:
+        served(world, tokens)
+    world.manager.counts.settle()
+    host = host_of(world)
+    while host._unwritten:
+        left = len(host._unwritten)
+        world.requests.scheduling_begins(retracted_of(world).kept)
+        assert len(host._unwritten) < left, "something waits for ever"
+    assert host.counts["no_host_memory"] == 0 and host.counts["tokens_evicted"] > 0
+    evict_all(world)
+    assert admitted(world, prompts[-1]) == 119 and admitted(world, prompts[0]) == 0
+
+
 def test_without_room_for_all_parts_the_first_ones_come_back() -> None:
     world = World(900, exact=False, host_pages=400, write_policy=WRITE_BACK, segments=4)
     watch(world.manager)

@@ -57,6 +57,9 @@ WRITTEN_AT_ONCE = 8
 LISTED_AT_ONCE = 1 << 17
 """Of these the device lists so many pages at most, each as many as the largest: some tens of MiB."""
 
+TOGETHER = 2
+"""Of host memory that prefixes may have, this part at most is filled together."""
+
 FREED_AT_ONCE = 128
 """Of a full host memory this part at least is freed together."""
 
@@ -138,7 +141,7 @@ class HostTier(HostPrefixes):
             segment = node.segment
             if segment is not None and (node.lock_ref > 0 or segment.row in self.manager.counts.uncounted):
                 continue
-            if chosen and segment is not None and not self._listed_together([*chosen, segment]):
+            if chosen and segment is not None and not self._copied_together([*chosen, segment]):
                 continue  # the next time
             del self._unwritten[node]
             if segment not in chosen and self._is_to_be_written(node):
@@ -147,8 +150,12 @@ class HostTier(HostPrefixes):
                     break
         self._write(list(chosen.values()))
 
-    def _listed_together(self, segments: list[Segment]) -> bool:
-        return len(segments) * max(segment.pages for segment in segments) <= LISTED_AT_ONCE
+    def _copied_together(self, segments: list[Segment]) -> bool:
+        """Whether the device may list them together, and they leave room on the host: of more than it holds together
+        the newest would be lost."""
+        pages = [segment.pages for segment in segments]
+        room = self.host.count - self.saved.rows.pages_held
+        return len(pages) * max(pages) <= LISTED_AT_ONCE and sum(pages) <= room // TOGETHER
 
     def _arrived(self) -> None:
         """Take over what is on the host by now, on all ranks."""
