@@ -21,6 +21,7 @@ from sglang_diffkv.mem_pool.host_pages import GIB
 from sglang_diffkv.mem_pool.ledger import pages_for
 from sglang_diffkv.mem_pool.running import query_cache
 from sglang_diffkv.mem_pool.saved_rows import staging_pages
+from sglang_diffkv.mem_pool.saved_slots import staged_slots
 from sglang_diffkv.ops import Ops, ReferenceOps
 from sglang_diffkv.policies.base import Policy, kv_slots_of
 
@@ -77,7 +78,7 @@ class HostTierPlan:
     most: int | None = None
 
     def bytes_for(self, pool: int) -> int:
-        """Bytes beside a pool whose pages have so many."""
+        """Bytes beside so many of the device, of pages and what goes to the host with them."""
         asked = int(self.ratio * pool)
         return self.size or (asked if self.most is None else min(asked, self.most))
 
@@ -102,6 +103,8 @@ class MemoryPlan:
     """Whether what retracted requests hold goes to host memory."""
     host_tier: HostTierPlan | None = None
     """Host memory for evicted prefixes; None if they are gone."""
+    slot_bytes: int = 0
+    """Bytes that go to the host with their pages, of each state slot of the model; 0 if none do."""
     mixed_chunks: bool = False
     """Whether requests decode in passes over prompts too."""
 
@@ -162,11 +165,21 @@ class MemoryPlan:
             attention_spans=self.attention_spans,
         )
 
-    def host_pages(self, geometry: Geometry) -> int:
-        """Pages of host memory for retracted requests and evicted prefixes."""
+    def host_slots(self, geometry: Geometry, slots: int) -> int:
+        """Slots for which host memory has room, beside pages: as many for those ``slots`` of the device as for its
+        pages."""
+        if self.host_tier is None or not self.slot_bytes:
+            return 0
+        beside = slots * self.slot_bytes
+        pool = geometry.num_pages * self.fmt.page_bytes + beside
+        return int(self.host_tier.bytes_for(pool) * beside // pool // self.slot_bytes)
+
+    def host_pages(self, geometry: Geometry, slots: int = 0) -> int:
+        """Pages of host memory for retracted requests and evicted prefixes, beside ``host_slots``."""
         pool = geometry.num_pages * self.fmt.page_bytes
         if self.host_tier is not None:
-            return self.host_tier.bytes_for(pool) // self.fmt.page_bytes
+            beside = slots * self.slot_bytes
+            return self.host_tier.bytes_for(pool + beside) * pool // (pool + beside) // self.fmt.page_bytes
         if not self.keeps_retracted:
             return 0
         usual = min(max(pool // USUAL_HOST_SHARE, LEAST_HOST_BYTES), MOST_HOST_BYTES)
@@ -200,10 +213,12 @@ class MemoryPlan:
         queries = query_cache(policy, geometry, self.q_heads, device="meta")
         host_pages, page_bytes = self.host_pages(geometry), self.fmt.page_bytes
         staged = staging_pages(self.fmt, geometry.num_pages) if self.gpu and host_pages else 0
-        staged *= 1 if self.host_tier is None else 2
+        staged = staged * page_bytes * (1 if self.host_tier is None else 2)
+        if self.gpu and self.host_tier is not None and self.slot_bytes:
+            staged += 2 * staged_slots(self.slot_bytes) * self.slot_bytes
         return Footprint.of(
             state, geometry, ops, kv_slots=kv_slots, exact=exact, queries=queries, draft_bytes=self.draft_bytes,
-            staging_bytes=staged * page_bytes, host_bytes=host_pages * page_bytes,
+            staging_bytes=staged, host_bytes=host_pages * page_bytes,
             host_tier=self.host_tier is not None, rotation_bytes=self.rotation_bytes,
         )  # fmt: skip
 

@@ -7,18 +7,19 @@ and each writes its own fields only:
 - ``HighRows``: rows that keep all tokens in the high tier; ``RowWindows``: rows with a window of their own;
 - ``PageCounts``: bounds of the device's page counts;
 - ``SegmentStore``: segments of the prefix cache; ``Prompts``: what happens at the end of prompts;
-- ``SavedRows``: rows of retracted requests in host memory; ``SavedSegments``: evicted prefixes there. None where they
-  are not kept;
+- ``SavedRows``: rows of retracted requests in host memory; ``SavedSegments``: evicted prefixes there, with what other
+  buffers hold for them in ``SlotStore``. None where they are not kept;
 - ``RunningCompression``: where requests hold a budget while they run; None where the policy has none.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import torch
 
 from sglang_diffkv.kernels.count_rows.reference import DEMAND
@@ -35,6 +36,7 @@ from sglang_diffkv.mem_pool.rows import RequestRows
 from sglang_diffkv.mem_pool.running import RunningCompression, query_cache
 from sglang_diffkv.mem_pool.saved_rows import SavedRows
 from sglang_diffkv.mem_pool.saved_segments import SavedSegments
+from sglang_diffkv.mem_pool.saved_slots import SlotStore
 from sglang_diffkv.mem_pool.segments import SegmentStore
 from sglang_diffkv.mem_pool.steps import LaunchedStep, PlannedStep
 from sglang_diffkv.mem_pool.table_space import TableFull, TableSpace
@@ -98,12 +100,20 @@ class PageManager:
             parts = (self.device, self.rows, self.counts, self.segments)
             self.saved = SavedRows(*parts, host_pages, in_parts=bool(write_policy))
             self.saved_segments = SavedSegments(self.device, self.saved) if write_policy else None
+        self.saved_slots: SlotStore | None = None
         self.running = self._running_budgets(self.q_heads)
         self._computed: LaunchedStep | None = None
         """A pass whose last layer is launched, until ``end_pass``."""
         self.pressure: Pressure | None = None
         if (rule := policy.under_pressure) is not None and len(self.fmt.tiers) > 1 and not drafts:
             self.pressure = Pressure(self.device, self.rows, self.counts, self.high, self.windows, rule)
+
+    def keep_slots(self, buffers: Sequence[torch.Tensor], count: int) -> None:
+        """Host memory has room for ``count`` slots of ``buffers`` ([layers, slots, ...] each), which go there beside
+        the pages of evicted prefixes."""
+        assert self.saved_segments is not None
+        count = int(self.ranks.least(np.array([count]))[0])
+        self.saved_slots = SlotStore(self.device, buffers, count, self.ranks)
 
     def _running_budgets(self, q_heads: int) -> RunningCompression | None:
         where = {"dtype": self.state.dtype, "device": self.state.device}

@@ -67,8 +67,10 @@ class DiffKVPool(KVCache):
         running = self.manager.running
         queries, saved = None if running is None else running.cache, self.manager.saved
         staging, host = (0, 0) if saved is None else (saved.staging_bytes, saved.host.pages.nbytes)
-        evicted = self.manager.saved_segments
+        evicted, slots = self.manager.saved_segments, self.manager.saved_slots
         staging += 0 if evicted is None else evicted.staging_bytes
+        staging += 0 if slots is None else slots.staging_bytes
+        host += 0 if slots is None else slots.bytes_most
         return Footprint.of(
             state, geometry, ops, kv_slots=self.kv_slots, exact=exact, queries=queries, draft_bytes=self.draft_bytes,
             staging_bytes=staging, host_bytes=host, host_tier=evicted is not None,

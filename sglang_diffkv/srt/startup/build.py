@@ -25,7 +25,7 @@ from sglang_diffkv.plan import MemoryPlan
 from sglang_diffkv.policies.base import AcrossLayers
 from sglang_diffkv.policies.diffkv import DiffKVPolicy
 from sglang_diffkv.srt.backend import DiffKVAttnBackend
-from sglang_diffkv.srt.models.hybrids import check_paged_layers, describe_layers, has_states, paged_layers
+from sglang_diffkv.srt.models.hybrids import check_paged_layers, describe_layers, has_states, paged_layers, state_bytes
 from sglang_diffkv.srt.models.scaling import attention_layers, layer_scalings, layer_spans, sinks_of
 from sglang_diffkv.srt.models.speculation import check_drafts, draft_room, drafts_of, longest_row
 from sglang_diffkv.srt.pool import DiffKVPool
@@ -41,6 +41,7 @@ from sglang_diffkv.srt.startup.wiring import build_lifecycle, build_prefix_cache
 from sglang_diffkv.srt.tree.retracted import why_recomputed
 from sglang_diffkv.srt.versions import compat
 from sglang_diffkv.srt.versions.selection import BACKEND, is_selected
+from sglang_diffkv.srt.versions.states import state_buffers
 
 logger = logging.getLogger(__name__)
 
@@ -84,7 +85,9 @@ def memory_plan(configurator: Any) -> MemoryPlan:
     plan = MemoryPlan.of(configurator, config, len(layers), longest, attention_spans, draft_bytes)
     mixed_chunks = bool(getattr(compat.resolved(configurator.server_args), "enable_mixed_chunk", False))
     retracted, tier = not why_recomputed(configurator, config), host_tier(configurator)
-    return replace(plan, keeps_retracted=retracted, host_tier=tier, mixed_chunks=mixed_chunks)
+    return replace(
+        plan, keeps_retracted=retracted, host_tier=tier, mixed_chunks=mixed_chunks, slot_bytes=state_bytes(configurator)
+    )
 
 
 class PoolConfigurator(MemoryPoolConfigurator):
@@ -140,7 +143,7 @@ def build_allocator(configurator: Any, pool: DiffKVPool, rows: Any) -> DiffKVAll
         rows.req_to_token.shape[0],
         rows.max_context_len + draft_room(compat.resolved(configurator.server_args)),
     )
-    ranks = compat.tensor_parallel_ranks()
+    ranks, slots = compat.tensor_parallel_ranks(), rows.mamba_pool.size if has_states(rows) else 0
     sizes = (pool.size, geometry.num_pages, geometry.heads, geometry.num_rows, geometry.num_blocks)
     ranks.require_equal("the plugin's version, --diffkv-config or SGLANG_DIFFKV_CHECK_INTEGRITY", [_settings_digest()])
     ranks.require_equal("capacity, pages, heads, rows or table blocks (set --max-total-tokens)", sizes)
@@ -156,12 +159,14 @@ def build_allocator(configurator: Any, pool: DiffKVPool, rows: Any) -> DiffKVAll
         make_ops=lambda state: plan.ops(state, geometry, policy),
         q_heads=plan.q_heads,
         drafts=drafts,
-        host_pages=int(ranks.least(np.array([plan.host_pages(geometry)]))[0]),
+        host_pages=int(ranks.least(np.array([plan.host_pages(geometry, slots)]))[0]),
         high_rows=plan.config.high_requests > 0,
         most_window=plan.config.request_window,
         keeps_retracted=plan.keeps_retracted,
         write_policy="" if plan.host_tier is None else plan.host_tier.write_policy,
     )
+    if slots and manager.saved_segments is not None:
+        manager.keep_slots(state_buffers(rows), plan.host_slots(geometry, slots))
     if manager.running is not None and pool.size < manager.running.least_capacity:
         raise UnsupportedError(
             f"diffkv: policy {plan.config.policy.name if plan.config.policy else ''} holds up to "
@@ -182,7 +187,7 @@ def build_allocator(configurator: Any, pool: DiffKVPool, rows: Any) -> DiffKVAll
     logger.info("DiffKV plan: %s", plan.describe(geometry, pool.size))
     logger.info("DiffKV: %s", _retraction(plan, geometry, why_recomputed(configurator, plan.config)))
     if plan.host_tier is not None:
-        pool_bytes = geometry.num_pages * plan.fmt.page_bytes
+        pool_bytes = geometry.num_pages * plan.fmt.page_bytes + slots * plan.slot_bytes
         logger.info("DiffKV: evicted prefixes are %s.", describe(plan.host_tier, pool_bytes))
     if isinstance(policy, DiffKVPolicy) and (
         hint := policy.window_hint(len(geometry.fmt.tiers), geometry.fmt.page_tokens)

@@ -81,7 +81,12 @@ def problems(args: Any) -> list[str]:
 
 
 def check_model(args: Any, configurator: Any) -> None:
-    """Raise UnsupportedError for a model whose prompts have no lasting name."""
+    """Raise UnsupportedError for a model whose prompts have no lasting name, or whose states are not written."""
+    if compat.store_asked_for(args) is not None and configurator.mambaish_config is not None:
+        raise UnsupportedError(
+            f"--attention-backend diffkv does not work with {OPTION} for a model with states, of which host memory "
+            f"alone has copies: drop {OPTION}"
+        )
     if compat.store_asked_for(args) is not None and getattr(configurator.model_config, "is_multimodal", False):
         raise UnsupportedError(
             f"--attention-backend diffkv does not work with {OPTION} for a model that takes images, which SGLang names "

@@ -105,10 +105,10 @@ def host_tier(configurator: Any) -> HostTierPlan | None:
     args = getattr(configurator, "arguments", None) or configurator.server_args
     if not compat.asks_for_host_tier(args):
         return None
-    if getattr(configurator, "mambaish_config", None) is not None:
+    if getattr(configurator.mambaish_config, "short_conv_layer_ids", None):
         raise UnsupportedError(
-            f"--attention-backend diffkv does not work with {OPTION} for a model with states, which would have to come "
-            f"back too: drop {OPTION}"
+            f"--attention-backend diffkv does not work with {OPTION} for a model with short convolutions and n-grams "
+            f"beside its states, which would have to come back too: drop {OPTION}"
         )
     disk_store.check_model(args, configurator)
     view = compat.resolved(args)

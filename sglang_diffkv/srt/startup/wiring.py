@@ -95,7 +95,10 @@ def _around(tree: DiffKVPrefixCache, share_min_tokens: int, exact: bool, store: 
     if manager.saved is not None and manager.keeps_retracted:
         retracted = Retracted(tree, manager.saved, alone=keeps_prompts)
     if manager.saved_segments is not None:
-        host = HostTier(tree, manager.saved_segments, policy=manager.write_policy, least=share_min_tokens)
+        stated = manager.saved_slots if states is not None else None
+        host = HostTier(
+            tree, manager.saved_segments, policy=manager.write_policy, least=share_min_tokens, states=stated
+        )
         if store is not None:
             described = (manager.state.dtype, store.model, store.configuration, manager.ranks)
             origin = Origin.of(manager.geometry, *described)
