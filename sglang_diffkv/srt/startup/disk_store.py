@@ -82,7 +82,7 @@ def problems(args: Any) -> list[str]:
 
 def check_model(args: Any, configurator: Any) -> None:
     """Raise UnsupportedError for a model whose prompts have no lasting name, or whose states are not written."""
-    if compat.store_asked_for(args) is not None and configurator.mambaish_config is not None:
+    if compat.store_asked_for(args) is not None and getattr(configurator, "mambaish_config", None) is not None:
         raise UnsupportedError(
             f"--attention-backend diffkv does not work with {OPTION} for a model with states, of which host memory "
             f"alone has copies: drop {OPTION}"

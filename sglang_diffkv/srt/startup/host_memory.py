@@ -105,7 +105,7 @@ def host_tier(configurator: Any) -> HostTierPlan | None:
     args = getattr(configurator, "arguments", None) or configurator.server_args
     if not compat.asks_for_host_tier(args):
         return None
-    if getattr(configurator.mambaish_config, "short_conv_layer_ids", None):
+    if getattr(getattr(configurator, "mambaish_config", None), "short_conv_layer_ids", None):
         raise UnsupportedError(
             f"--attention-backend diffkv does not work with {OPTION} for a model with short convolutions and n-grams "
             f"beside its states, which would have to come back too: drop {OPTION}"
