@@ -104,7 +104,7 @@ class MemoryPlan:
     host_tier: HostTierPlan | None = None
     """Host memory for evicted prefixes; None if they are gone."""
     slot_bytes: int = 0
-    """Bytes that go to the host with their pages, of each state slot of the model; 0 if none do."""
+    """Bytes that go to the host with their pages, of a state slot, or of a draft model's KV slot; 0 if none do."""
     mixed_chunks: bool = False
     """Whether requests decode in passes over prompts too."""
 
@@ -201,15 +201,18 @@ class MemoryPlan:
             )  # fmt: skip
         return ReferenceOps(state, policy, self.config.lossless)
 
+    def kv_slots(self, policy: Policy, geometry: Geometry, capacity: int) -> int:
+        """KV slots of a pool of ``capacity`` high-tier tokens."""
+        owning = self.draft_bytes > 0
+        return kv_slots_of(policy, capacity, self.fmt, geometry.max_tokens, self.attention_spans, owning=owning)
+
     def footprint(self, geometry: Geometry, capacity: int) -> Footprint:
         """What a server will hold, from objects without memory."""
         policy = self.policy()
         state = PageState.of(geometry, device="meta")
         ops = self.ops(state, geometry, policy)
         ops.decisions.use_ranks(Ranks(self.ranks), state, policy, geometry.max_tokens)
-        exact = self.config.prefix_fidelity == "exact"
-        owning = self.draft_bytes > 0
-        kv_slots = kv_slots_of(policy, capacity, self.fmt, geometry.max_tokens, self.attention_spans, owning=owning)
+        exact, kv_slots = self.config.prefix_fidelity == "exact", self.kv_slots(policy, geometry, capacity)
         queries = query_cache(policy, geometry, self.q_heads, device="meta")
         host_pages, page_bytes = self.host_pages(geometry), self.fmt.page_bytes
         staged = staging_pages(self.fmt, geometry.num_pages) if self.gpu and host_pages else 0

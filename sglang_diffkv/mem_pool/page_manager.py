@@ -53,7 +53,8 @@ class PageManager:
         q_heads: query heads, for a policy that scores running requests; by default as many as KV heads.
         drafts: tokens of a chain that decode passes verify, the first of them sampled already; 0 without speculation.
         host_pages: pages of host memory for retracted requests and evicted prefixes. keeps_retracted: whether the
-            former go there. write_policy: when the latter do (SGLang's name of it); empty if they do not.
+            former go there. write_policy: when the latter do (SGLang's name of it); empty if they do not. host_slots:
+            states, or tokens of a draft model, that host memory has room for beside the latter (``keep_slots``).
         high_rows: whether requests may keep all tokens in the high tier. Not where they hold budgets. most_window: the
             largest window that a request may have for itself; 0: all have the policy's.
     """
@@ -70,6 +71,7 @@ class PageManager:
         q_heads: int | None = None,
         drafts: int = 0,
         host_pages: int = 0,
+        host_slots: int = 0,
         keeps_retracted: bool = True,
         write_policy: str = "",
         high_rows: bool = False,
@@ -101,6 +103,7 @@ class PageManager:
             self.saved = SavedRows(*parts, host_pages, in_parts=bool(write_policy))
             self.saved_segments = SavedSegments(self.device, self.saved) if write_policy else None
         self.saved_slots: SlotStore | None = None
+        self.host_slots = host_slots
         self.running = self._running_budgets(self.q_heads)
         self._computed: LaunchedStep | None = None
         """A pass whose last layer is launched, until ``end_pass``."""
@@ -108,12 +111,14 @@ class PageManager:
         if (rule := policy.under_pressure) is not None and len(self.fmt.tiers) > 1 and not drafts:
             self.pressure = Pressure(self.device, self.rows, self.counts, self.high, self.windows, rule)
 
-    def keep_slots(self, buffers: Sequence[torch.Tensor], count: int) -> None:
+    def keep_slots(self, buffers: Sequence[torch.Tensor], count: int, *, by_token: bool = False) -> None:
         """Host memory has room for ``count`` slots of ``buffers`` ([layers, slots, ...] each), which go there beside
-        the pages of evicted prefixes."""
+        the pages of evicted prefixes. ``by_token``: the slot of each token goes with its segment."""
         assert self.saved_segments is not None
         count = int(self.ranks.least(np.array([count]))[0])
         self.saved_slots = SlotStore(self.device, buffers, count, self.ranks)
+        if by_token:
+            self.saved_segments.drafts = self.saved_slots
 
     def _running_budgets(self, q_heads: int) -> RunningCompression | None:
         where = {"dtype": self.state.dtype, "device": self.state.device}

@@ -113,18 +113,24 @@ class SlotStore:
     def save(self, slots: torch.Tensor) -> SavedSlots | None:
         """Copy slots (int64 [n]) to the host, beside the passes; None if it has no memory for them. Nobody may write to
         them before ``changing``."""
-        runs = self.host.take(len(slots))
+        saved = self.take(len(slots))
+        if saved is not None:
+            self._leaving[saved] = Leaving(slots, self.device.launch_beside(lambda: self.copy_out(saved, slots)))
+        return saved
+
+    def take(self, count: int) -> SavedSlots | None:
+        """Host memory for so many slots, whose copy the caller launches; None if there is none."""
+        runs = self.host.take(count)
         if runs is None:
             return None
         saved = SavedSlots(runs)
-        beside = self.device.launch_beside(lambda: self._copy_out(slots, runs))
         self.held.add(saved)
-        self._leaving[saved] = Leaving(slots, beside)
-        self.bytes_out += len(slots) * self.slot_bytes
         return saved
 
-    def _copy_out(self, slots: torch.Tensor, runs: list[Run]) -> None:
-        for first, host in self._parts(runs, self._out):
+    def copy_out(self, saved: SavedSlots, slots: torch.Tensor) -> None:
+        """Copy slots (int64 [n]), on the stream beside the passes."""
+        self.bytes_out += len(slots) * self.slot_bytes
+        for first, host in self._parts(saved.runs, self._out):
             memory = host if self._out is None else self._out[: len(host)]
             for buffer, numbers in self._numbers(memory):
                 torch.index_select(buffer, 1, slots[first : first + len(host)], out=numbers)
@@ -148,7 +154,7 @@ class SlotStore:
             del self._leaving[saved]
 
     def ready(self, saved: SavedSlots) -> bool:
-        """Whether it can be restored."""
+        """Whether it can be restored, as far as ``save`` has copied it."""
         return saved not in self._leaving
 
     # Back

@@ -106,7 +106,6 @@ def test_host_memory_is_shared_by_pages_and_states_as_the_device_s_is(size: int)
 @pytest.mark.parametrize(
     ("changes", "config", "named"),
     [
-        ({"speculative_algorithm": "EAGLE", "speculative_num_draft_tokens": 4}, "{}", "with a draft model"),
         ({"disable_radix_cache": True}, "{}", "--disable-radix-cache"),
         ({"kv_canary": "log"}, "{}", "--kv-canary"),
         ({}, '{"tiers": ["K8V4"], "policy": {"name": "zipage", "max_blocks": 8}}', "pages of their own"),

@@ -1,4 +1,5 @@
-"""States of evicted prefixes in host memory: random lives, and what each of a few situations asks for."""
+"""States of evicted prefixes in host memory, and what a draft model has of them: random lives, and what each of a few
+situations asks for."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ import torch
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import invariant, rule
-from sglang.srt.mem_cache.memory_pool import HybridReqToTokenPool
+from sglang.srt.mem_cache.memory_pool import HybridReqToTokenPool, ReqToTokenPool
 
 from sglang_diffkv.mem_pool.device import Beside, PageDevice
 from sglang_diffkv.mem_pool.saved_slots import SavedSlots, SlotStore
@@ -28,9 +29,14 @@ from tests.tree.test_host_tier import (
     evict_all,
     host_of,
     looked_at,
+    served,
 )
 from tests.tree.test_kept_states import SLOTS, StatesMachine, StateWorld, kept
 from tests.tree.test_prefix_cache import ROWS, machine_settings, name_of
+from tests.tree.tree_world import World
+
+KV_SLOTS = 5000
+"""Of a machine's draft model, at least as many as there are."""
 
 
 def path_to(node: HostNode) -> array:
@@ -158,12 +164,48 @@ class SelectiveStatesMachine(HostStatesMachine):
     write_policy = SELECTIVE
 
 
-for machine in (HostStatesMachine, ThroughStatesMachine, SelectiveStatesMachine):
+class HostDraftsMachine(PrefixesMachine):
+    """Requests of a server with a draft model, which has a number of each token in its KV slot."""
+
+    write_policy = WRITE_THROUGH
+    host_slots = 150
+
+    def make_pool(self) -> ReqToTokenPool:
+        pool = super().make_pool()
+        self.names = torch.zeros(1, KV_SLOTS, 1, dtype=torch.int64)
+        self.manager.keep_slots([self.names], self.host_slots, by_token=True)
+        return pool
+
+    def _write(self, req: Any, start: int, end: int) -> None:
+        super()._write(req, start, end)
+        kv_slots = self.pool.req_to_token[req.kv.req_pool_idx, start:end].long()
+        self.names[0, kv_slots, 0] = torch.tensor([name_of(req.tokens[: at + 1]) for at in range(start, end)]).long()
+
+    @invariant()
+    def a_draft_model_finds_what_it_stored(self) -> None:
+        for req in self.running:
+            row = req.kv.req_pool_idx
+            kv_slots = self.pool.req_to_token[row, : self.manager.rows.length(row)].long()
+            expected = [int(name_of(req.tokens[: at + 1])) for at in range(len(kv_slots))]
+            assert self.names[0, kv_slots, 0].tolist() == expected, "a draft model reads another token's key"
+
+
+class SmallDraftsMachine(HostDraftsMachine):
+    """Pages in plenty, and places for the tokens of a few prompts."""
+
+    host_slots = 40
+
+
+for machine in (
+    HostStatesMachine, ThroughStatesMachine, SelectiveStatesMachine, HostDraftsMachine, SmallDraftsMachine,
+):  # fmt: skip
     usual = machine_settings(40)
     machine.TestCase.settings = settings(usual, max_examples=usual.max_examples)
 TestHostStates = HostStatesMachine.TestCase
 TestThroughStates = ThroughStatesMachine.TestCase
 TestSelectiveStates = SelectiveStatesMachine.TestCase
+TestHostDrafts = HostDraftsMachine.TestCase
+TestSmallDrafts = SmallDraftsMachine.TestCase
 
 
 class HostStateWorld(StateWorld):
@@ -312,6 +354,68 @@ def test_nothing_of_other_weights_comes_back() -> None:
     assert not stated(host_of(world)) and not world.manager.saved_slots.host.used
     world.tree.states._make_room(8)
     assert not stated(host_of(world)) and admitted(world, [*prompt, 1]) == 0
+
+
+class DraftWorld(World):
+    """A small pool beside a draft model's, with places on the host for so many tokens."""
+
+    def __init__(self, places: int, **more: Any) -> None:
+        self.places = places
+        super().__init__(exact=False, host_pages=400, **{"capacity": 900, "write_policy": WRITE_BACK, **more})
+
+    def made(self) -> None:
+        self.keys = torch.zeros(1, KV_SLOTS, 2)
+        self.manager.keep_slots([self.keys], self.places, by_token=True)
+
+
+@pytest.mark.parametrize("places", [200, 100])
+def test_a_draft_model_finds_its_keys_in_new_slots(places: int) -> None:
+    """Of the part that comes back. Where it has places for fewer tokens, prefixes make room for one another."""
+    world = DraftWorld(places)
+    store, prompts = world.manager.saved_slots, [world.tokens(80) for _ in range(2)]
+    for number, tokens in enumerate(prompts):
+        served(world, tokens)
+        match = Match(world.tree, array("q", [*tokens, 1]))
+        world.keys[0, match.kv_slots.long()] = torch.tensor([[number + 1.0, at] for at in range(80)])
+        match.unlock(world.tree)
+        evict_all(world)
+    assert store.host.used == (160 if places == 200 else 80) and host_of(world).counts["no_host_memory"] == 0
+    report = host_of(world).report()
+    assert report["host_bytes"] > store.bytes_held > 0 and report["bytes_out"] > 160 * store.slot_bytes
+    world.keys.zero_()
+    blocker = world.allocator.alloc(7)
+    asked = [*prompts[1][:50], *world.tokens(20)]
+    assert admitted(world, asked) == 50
+    world.allocator.free(blocker)
+    match = Match(world.tree, array("q", asked))
+    assert world.keys[0, match.kv_slots.long(), 0].eq(2).all()
+    assert world.keys[0, match.kv_slots.long(), 1].tolist() == list(range(50))
+    match.unlock(world.tree)
+    assert admitted(world, prompts[0]) == (79 if places == 200 else 0)
+    world.tree.reset()
+    assert not store.host.used
+
+
+def test_a_prefix_that_a_draft_model_has_no_place_for_is_not_kept() -> None:
+    world = DraftWorld(30)
+    served(world, world.tokens(80))
+    evict_all(world)
+    host = host_of(world)
+    assert host.counts["no_host_memory"] == 1 and not host.index.tokens and not world.manager.saved.host.used
+    world.requests.check_integrity()
+
+
+def test_of_more_than_a_draft_model_has_places_for_the_newest_are_kept() -> None:
+    world = DraftWorld(200, capacity=3000, write_policy=WRITE_THROUGH)
+    prompts = [world.tokens(80) for _ in range(6)]
+    for tokens in prompts:
+        served(world, tokens)
+    world.manager.counts.settle()
+    while host_of(world)._unwritten:
+        world.requests.scheduling_begins([])
+    assert host_of(world).counts["no_host_memory"] == 0
+    evict_all(world)
+    assert [admitted(world, x) for x in (prompts[0], prompts[-1])] == [0, 79]
 
 
 @pytest.mark.parametrize("staged", [0, 3])

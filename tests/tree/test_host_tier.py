@@ -51,17 +51,17 @@ def watch(manager: PageManager) -> None:
     save, restore = saved.save_all, saved.restore
     known: dict[SavedSegment, tuple[Seen, Segment]] = {}
 
-    def saving(chosen: list[Segment]) -> list[SavedSegment | None]:
+    def saving(chosen: list[Segment], *more: Any) -> list[SavedSegment | None]:
         seen = [(seen_by(manager, x.row, x.lo), SimpleNamespace(**vars(x))) for x in chosen]
-        found = save(chosen)
+        found = save(chosen, *more)
         known.update({x: of for x, of in zip(found, seen, strict=True) if x is not None})  # type: ignore[misc]
         return found
 
-    def restoring(parts: list[Part], needed: list[Needed]) -> list[Segment] | None:
+    def restoring(parts: list[Part], needed: list[Needed], *more: Any) -> list[Segment] | None:
         assert all(
             takes.pages >= found.pages_from(lo, hi) for takes, (found, lo, hi) in zip(needed, parts, strict=True)
         )
-        back = restore(parts, needed)
+        back = restore(parts, needed, *more)
         for segment, (found, lo, hi) in zip(back or (), parts, strict=bool(back)):
             assert (segment.lo, segment.hi) == (lo, hi) and segment in segments.cached
             if found in known:
@@ -106,9 +106,9 @@ class PrefixesMachine(TreeMachine):
         assert saved is not None
         save = saved.save_all
 
-        def saving(chosen: list[Segment]) -> list[SavedSegment | None]:
+        def saving(chosen: list[Segment], *more: Any) -> list[SavedSegment | None]:
             together = Sometimes(arrivals)  # on a GPU
-            for x in (found := save(chosen)):
+            for x in (found := save(chosen, *more)):
                 if x is not None:
                     saved._copying[x].event = together
             return found
@@ -588,9 +588,9 @@ def launches_of(turns: int) -> tuple[int, int]:
     world.tree.make_pages(world.manager.geometry.num_pages, partly=True)
     held, restore, back = len(world.manager.segments.cached), saved.restore, Launches()
 
-    def counted(parts: list[Part], needed: list[Needed]) -> list[Segment] | None:
+    def counted(parts: list[Part], needed: list[Needed], *more: Any) -> list[Segment] | None:
         with back:
-            return restore(parts, needed)
+            return restore(parts, needed, *more)
 
     saved.restore = counted  # type: ignore[method-assign]
     assert admitted(world, [*tokens, 1]) == len(tokens)

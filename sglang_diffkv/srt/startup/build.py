@@ -85,9 +85,8 @@ def memory_plan(configurator: Any) -> MemoryPlan:
     plan = MemoryPlan.of(configurator, config, len(layers), longest, attention_spans, draft_bytes)
     mixed_chunks = bool(getattr(compat.resolved(configurator.server_args), "enable_mixed_chunk", False))
     retracted, tier = not why_recomputed(configurator, config), host_tier(configurator)
-    return replace(
-        plan, keeps_retracted=retracted, host_tier=tier, mixed_chunks=mixed_chunks, slot_bytes=state_bytes(configurator)
-    )
+    slot_bytes = draft_bytes or state_bytes(configurator)
+    return replace(plan, keeps_retracted=retracted, host_tier=tier, mixed_chunks=mixed_chunks, slot_bytes=slot_bytes)
 
 
 class PoolConfigurator(MemoryPoolConfigurator):
@@ -143,11 +142,14 @@ def build_allocator(configurator: Any, pool: DiffKVPool, rows: Any) -> DiffKVAll
         rows.req_to_token.shape[0],
         rows.max_context_len + draft_room(compat.resolved(configurator.server_args)),
     )
-    ranks, slots = compat.tensor_parallel_ranks(), rows.mamba_pool.size if has_states(rows) else 0
+    ranks = compat.tensor_parallel_ranks()
     sizes = (pool.size, geometry.num_pages, geometry.heads, geometry.num_rows, geometry.num_blocks)
     ranks.require_equal("the plugin's version, --diffkv-config or SGLANG_DIFFKV_CHECK_INTEGRITY", [_settings_digest()])
     ranks.require_equal("capacity, pages, heads, rows or table blocks (set --max-total-tokens)", sizes)
     policy = plan.policy(ranks.rank, ranks.size)
+    slots = rows.mamba_pool.size if has_states(rows) else 0
+    if plan.draft_bytes:
+        slots = plan.kv_slots(policy, geometry, pool.size)
     if isinstance(policy.prompt, AcrossLayers):
         ranks.add(torch.zeros(1, device=configurator.device))  # opens connections now, not while a request waits
     manager = PageManager(
@@ -160,13 +162,14 @@ def build_allocator(configurator: Any, pool: DiffKVPool, rows: Any) -> DiffKVAll
         q_heads=plan.q_heads,
         drafts=drafts,
         host_pages=int(ranks.least(np.array([plan.host_pages(geometry, slots)]))[0]),
+        host_slots=plan.host_slots(geometry, slots),
         high_rows=plan.config.high_requests > 0,
         most_window=plan.config.request_window,
         keeps_retracted=plan.keeps_retracted,
         write_policy="" if plan.host_tier is None else plan.host_tier.write_policy,
     )
-    if slots and manager.saved_segments is not None:
-        manager.keep_slots(state_buffers(rows), plan.host_slots(geometry, slots))
+    if has_states(rows) and manager.saved_segments is not None:
+        manager.keep_slots(state_buffers(rows), manager.host_slots)
     if manager.running is not None and pool.size < manager.running.least_capacity:
         raise UnsupportedError(
             f"diffkv: policy {plan.config.policy.name if plan.config.policy else ''} holds up to "

@@ -16,6 +16,7 @@ from sglang_diffkv.files import named, parse_json, read_text, shown
 from sglang_diffkv.mem_pool.host_pages import GIB
 from sglang_diffkv.mem_pool.object_folder import ObjectFolder, prepare
 from sglang_diffkv.mem_pool.object_values import ObjectValues
+from sglang_diffkv.srt.models.speculation import NGRAM, drafts_by_model
 from sglang_diffkv.srt.startup import own_means, storage_backend
 from sglang_diffkv.srt.startup.model_identity import configuration_digest, model_digest
 from sglang_diffkv.srt.startup.storage_backend import NAMES
@@ -69,6 +70,11 @@ def problems(args: Any) -> list[str]:
     view, found = compat.resolved(args), []
     if getattr(view, "enable_lora", False) or getattr(view, "lora_paths", None):
         found.append(f"{OPTION} with LoRA, whose adapters have no lasting name: drop {OPTION}, or --enable-lora")
+    if drafts_by_model(view):
+        found.append(
+            f"{OPTION} with a draft model, of whose cache host memory alone has copies: drop {OPTION}, or use "
+            f"--speculative-algorithm {NGRAM}"
+        )
     try:
         asked = asked_for(view, store)
         if store == FILE:

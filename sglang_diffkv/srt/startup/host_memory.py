@@ -14,7 +14,6 @@ from sglang_diffkv.config import DiffKVConfig
 from sglang_diffkv.errors import UnsupportedError
 from sglang_diffkv.mem_pool.host_pages import GIB
 from sglang_diffkv.plan import HostTierPlan
-from sglang_diffkv.srt.models.speculation import NGRAM, drafts_by_model
 from sglang_diffkv.srt.startup import disk_store
 from sglang_diffkv.srt.versions import compat
 
@@ -57,8 +56,6 @@ def problems(args: Any, config: DiffKVConfig) -> list[str]:
     view = compat.resolved(args)
     drop = f"drop {OPTION}"
     found = {
-        f"{OPTION} with a draft model, whose cache would have to come back too: {drop}, or use --speculative-algorithm "
-        f"{NGRAM}": drafts_by_model(view),
         f"{OPTION} with --disable-radix-cache: drop one of them": getattr(view, "disable_radix_cache", False),
         f"{OPTION} with --kv-canary, which would have to know what comes back: drop one of them": (
             getattr(view, "kv_canary", "none") != "none"

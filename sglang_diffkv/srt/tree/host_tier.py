@@ -18,6 +18,8 @@ A request of a model with states goes on from a prefix only where a state stands
 host too, when their prefix does or the tree gives one up, and what comes back ends where the host has one. The tree may
 still have the pages: then the state comes back alone.
 
+A draft model has keys and values of its own, by KV slot: they go and come with the segments of the same tokens.
+
 Behind host memory there may be a disk (``disk_tier.py``).
 
 Several ranks do all of this alike, each for the pages of its heads. They count what takes most on any rank, and bring
@@ -142,7 +144,8 @@ class HostTier(HostPrefixes):
         """Requests that wait no longer need nothing from the disk. Host memory is pinned while none waits or runs."""
         self.disk.queue_seen(waiting)
         idle = self.ledger.idle and not any(True for _ in waiting)
-        for host in (self.host, *([] if self.states is None else [self.states.host])):
+        slots = self.states or self.saved.drafts
+        for host in (self.host, *([] if slots is None else [slots.host])):
             host.idle(idle)
 
     def prefill_begins(self, reqs: Sequence[Any]) -> None:
@@ -198,8 +201,10 @@ class HostTier(HostPrefixes):
     def _copied_together(self, segments: list[Segment]) -> bool:
         """Whether the device may list them together, and they leave room on the host: of more than it holds together
         the newest would be lost."""
-        pages = [segment.pages for segment in segments]
+        pages, drafts = [segment.pages for segment in segments], self.saved.drafts
         room = self.host.count - self.saved.rows.pages_held
+        if drafts is not None and _tokens_of(segments) > drafts.host.count // TOGETHER:
+            return False
         return len(pages) * max(pages) <= LISTED_AT_ONCE and sum(pages) <= room // TOGETHER
 
     def _arrived(self) -> None:
@@ -250,10 +255,12 @@ class HostTier(HostPrefixes):
         """Copy the segments of nodes, each of another one, together."""
         if not nodes:
             return
-        pages = sum(node.segment.pages for node in nodes)
-        if pages > self.host.free:
-            self._make_room(max(pages, self.host.count // FREED_AT_ONCE))
-        for node, saved in zip(nodes, self.saved.save_all([node.segment for node in nodes]), strict=True):
+        segments = [node.segment for node in nodes]
+        pages, count = sum(segment.pages for segment in segments), _tokens_of(segments)
+        if self._lacks_room(pages, count):
+            self._make_room(max(pages, self.host.count // FREED_AT_ONCE), count)
+        kv_slots = None if self.saved.drafts is None else [self._kv_slots(node) for node in nodes]
+        for node, saved in zip(nodes, self.saved.save_all(segments, kv_slots), strict=True):
             if saved is None:
                 self.counts["no_host_memory"] += 1
                 continue
@@ -300,18 +307,29 @@ class HostTier(HostPrefixes):
             node = below[0]
         return node
 
+    def _kv_slots(self, node: Any) -> torch.Tensor:
+        """[n] int64: of the tokens of a node's segment."""
+        path = self.tree.nodes(self._last_of(node))
+        return torch.cat([x.value for x in path if x.segment is node.segment]).long()
+
     def _tokens(self, node: Any) -> np.ndarray:
         """The tokens of the path to ``node``."""
         return np.concatenate([tokens_of(x.key) for x in self.tree.nodes(node)])
 
-    def _make_room(self, pages: int) -> None:
-        """Forget prefixes until so many host pages are free, as far as possible."""
+    def _lacks_room(self, pages: int, tokens: int) -> bool:
+        """Whether too few host pages are free, or with a draft model places for so many tokens."""
+        drafts = self.saved.drafts
+        return pages > self.host.free or (drafts is not None and tokens > drafts.host.free)
+
+    def _make_room(self, pages: int, tokens: int = 0) -> None:
+        """Forget prefixes until so many host pages are free, and with a draft model places for so many tokens, as far
+        as possible."""
         forgotten = True
-        while pages > self.host.free and forgotten:
+        while self._lacks_room(pages, tokens) and forgotten:
             heap = [(self._priority(node), node.number, node) for node in self.index.nodes() if not node.children]
             heapq.heapify(heap)
             forgotten = False
-            while heap and pages > self.host.free:
+            while heap and self._lacks_room(pages, tokens):
                 _, _, leaf = heapq.heappop(heap)
                 nodes = self.index.end_of(leaf)
                 if not nodes or not self._restoring.isdisjoint(x for node in nodes for x in (node.saved, node.state)):
@@ -517,7 +535,7 @@ class HostTier(HostPrefixes):
         kv_slots = tree.token_to_kv_pool_allocator.alloc(end - start)
         if kv_slots is None:
             return None
-        segments = self.saved.restore(parts, needed)
+        segments = self.saved.restore(parts, needed, kv_slots.long())
         if segments is None:
             tree.token_to_kv_pool_allocator.free(kv_slots)
             return None
@@ -568,23 +586,23 @@ class HostTier(HostPrefixes):
 
     def report(self) -> dict[str, int]:
         """For ``/server_info``."""
-        size, states = self.manager.fmt.page_bytes, self.states
+        size, slots = self.manager.fmt.page_bytes, self.states or self.saved.drafts
         return {
             **self.counts,
             "tokens": self.index.tokens,
-            "host_bytes": sum(x.host_pages for x in self.saved.held) * size + (states.bytes_held if states else 0),
-            "host_bytes_most": self.host.count * size + (states.bytes_most if states else 0),
-            "bytes_out": self.saved.bytes_out + (states.bytes_out if states else 0),
-            "bytes_in": self.saved.bytes_in + (states.bytes_in if states else 0),
-            **({"states": len(states.held)} if states else {}),
+            "host_bytes": sum(x.host_pages for x in self.saved.held) * size + (slots.bytes_held if slots else 0),
+            "host_bytes_most": self.host.count * size + (slots.bytes_most if slots else 0),
+            "bytes_out": self.saved.bytes_out + (slots.bytes_out if slots else 0),
+            "bytes_in": self.saved.bytes_in + (slots.bytes_in if slots else 0),
+            **({"states": len(self.states.held)} if self.states else {}),
         }
 
     def report_of_store(self) -> dict[str, float]:
         return self.disk.report()
 
     def digest(self) -> Any:
-        states = 0 if self.states is None else self.states.host.free
-        held = self.index.tokens, self.host.free, states, len(self._unwritten)
+        slots = self.states or self.saved.drafts
+        held = self.index.tokens, self.host.free, slots and slots.host.free, len(self._unwritten)
         return *held, *self.counts.values(), self.disk.digest()
 
     def check_integrity(self) -> None:
@@ -598,6 +616,10 @@ class HostTier(HostPrefixes):
 def _without_host(req: Any) -> bool:
     """Whether a request is to be computed, whatever the host has."""
     return getattr(req, "diffkv_without_host", False) or getattr(req, "diffkv_started_over", False)
+
+
+def _tokens_of(segments: Iterable[Segment]) -> int:
+    return sum(segment.hi - segment.lo for segment in segments)
 
 
 def space_of(key: Any) -> Hashable:
