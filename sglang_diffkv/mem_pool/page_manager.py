@@ -19,7 +19,6 @@ from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import torch
 
 from sglang_diffkv.kernels.count_rows.reference import DEMAND
@@ -113,9 +112,9 @@ class PageManager:
 
     def keep_slots(self, buffers: Sequence[torch.Tensor], count: int, *, by_token: bool = False) -> None:
         """Host memory has room for ``count`` slots of ``buffers`` ([layers, slots, ...] each), which go there beside
-        the pages of evicted prefixes. ``by_token``: the slot of each token goes with its segment."""
+        the pages of evicted prefixes; as many on all ranks. ``by_token``: the slot of each token goes with its
+        segment."""
         assert self.saved_segments is not None
-        count = int(self.ranks.least(np.array([count]))[0])
         self.saved_slots = SlotStore(self.device, buffers, count, self.ranks)
         if by_token:
             self.saved_segments.drafts = self.saved_slots

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import invariant, rule
 from sglang.srt.mem_cache.memory_pool import HybridReqToTokenPool, ReqToTokenPool
 
+from sglang_diffkv.layout.ranks import Ranks
 from sglang_diffkv.mem_pool.device import Beside, PageDevice
 from sglang_diffkv.mem_pool.saved_slots import SavedSlots, SlotStore
 from sglang_diffkv.srt.tree.host_index import HostNode
@@ -33,6 +34,7 @@ from tests.tree.test_host_tier import (
 )
 from tests.tree.test_kept_states import SLOTS, StatesMachine, StateWorld, kept
 from tests.tree.test_prefix_cache import ROWS, machine_settings, name_of
+from tests.tree.test_ranks import HostRanksMachine, PrefixesOfRank
 from tests.tree.tree_world import World
 
 KV_SLOTS = 5000
@@ -83,8 +85,8 @@ class Late:
     """A device whose copies beside the passes are late: they are there when their event has passed, or in time for what
     is launched behind them."""
 
-    def __init__(self, device: PageDevice) -> None:
-        self.device, self.source = device, random.Random(1)
+    def __init__(self, device: PageDevice, rank: int) -> None:
+        self.device, self.source = device, random.Random(rank)
         self.launching = device.launching
 
     def launch_beside(self, launch: Callable[[], None]) -> Beside[None]:
@@ -99,9 +101,9 @@ class HostStatesMachine(StatesMachine, PrefixesMachine):
 
     host_slots = 12
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.store.device = Late(self.manager.device)  # type: ignore[assignment]
+    def __init__(self, ranks: Ranks | None = None) -> None:
+        super().__init__(ranks)
+        self.store.device = Late(self.manager.device, self.manager.ranks.rank)  # type: ignore[assignment]
 
     @property
     def store(self) -> SlotStore:
@@ -164,6 +166,31 @@ class SelectiveStatesMachine(HostStatesMachine):
     write_policy = SELECTIVE
 
 
+class StatesOfRank(HostStatesMachine, PrefixesOfRank):
+    """Those of one of several ranks, with a few places on the host."""
+
+    host_slots = 4
+    write_policy = WRITE_THROUGH
+    keeps_retracted = False
+
+
+class StatesRanksMachine(HostRanksMachine):
+    """Copies of states, too, arrive at other times on each rank."""
+
+    kind = StatesOfRank
+
+    def both(self, act: Callable[[Any], None]) -> None:
+        def run(machine: Any) -> None:
+            act(machine)
+            machine.states_on_the_host_are_those_of_their_tokens()
+
+        super().both(run)
+
+    @rule(which=st.integers(0, 7), length=st.integers(30, 70), more=st.integers(0, 40), pages=st.booleans())
+    def lose_and_go_on(self, which: int, length: int, more: int, pages: bool) -> None:
+        self.each(lambda machine: machine.lose_and_go_on(which=which, length=length, more=more, pages=pages))
+
+
 class HostDraftsMachine(PrefixesMachine):
     """Requests of a server with a draft model, which has a number of each token in its KV slot."""
 
@@ -197,13 +224,15 @@ class SmallDraftsMachine(HostDraftsMachine):
 
 
 for machine in (
-    HostStatesMachine, ThroughStatesMachine, SelectiveStatesMachine, HostDraftsMachine, SmallDraftsMachine,
+    HostStatesMachine, ThroughStatesMachine, SelectiveStatesMachine, StatesRanksMachine, HostDraftsMachine,
+    SmallDraftsMachine,
 ):  # fmt: skip
     usual = machine_settings(40)
     machine.TestCase.settings = settings(usual, max_examples=usual.max_examples)
 TestHostStates = HostStatesMachine.TestCase
 TestThroughStates = ThroughStatesMachine.TestCase
 TestSelectiveStates = SelectiveStatesMachine.TestCase
+TestStatesRanks = StatesRanksMachine.TestCase
 TestHostDrafts = HostDraftsMachine.TestCase
 TestSmallDrafts = SmallDraftsMachine.TestCase
 

@@ -152,6 +152,7 @@ def build_allocator(configurator: Any, pool: DiffKVPool, rows: Any) -> DiffKVAll
         slots = plan.kv_slots(policy, geometry, pool.size)
     if isinstance(policy.prompt, AcrossLayers):
         ranks.add(torch.zeros(1, device=configurator.device))  # opens connections now, not while a request waits
+    host_pages, host_slots = ranks.least(np.array([plan.host_pages(geometry, slots), plan.host_slots(geometry, slots)]))
     manager = PageManager(
         geometry,
         policy,
@@ -161,8 +162,8 @@ def build_allocator(configurator: Any, pool: DiffKVPool, rows: Any) -> DiffKVAll
         make_ops=lambda state: plan.ops(state, geometry, policy),
         q_heads=plan.q_heads,
         drafts=drafts,
-        host_pages=int(ranks.least(np.array([plan.host_pages(geometry, slots)]))[0]),
-        host_slots=plan.host_slots(geometry, slots),
+        host_pages=int(host_pages),
+        host_slots=int(host_slots),
         high_rows=plan.config.high_requests > 0,
         most_window=plan.config.request_window,
         keeps_retracted=plan.keeps_retracted,
