@@ -21,6 +21,7 @@ from sglang_diffkv.mem_pool.host_pages import GIB
 from sglang_diffkv.mem_pool.ledger import pages_for
 from sglang_diffkv.mem_pool.running import query_cache
 from sglang_diffkv.mem_pool.saved_rows import staging_pages
+from sglang_diffkv.mem_pool.saved_slots import staged_slots
 from sglang_diffkv.ops import Ops, ReferenceOps
 from sglang_diffkv.policies.base import Policy, kv_slots_of
 
@@ -76,7 +77,7 @@ class HostRoom(Protocol):
     def write_policy(self) -> str: ...
 
     def bytes_for(self, pool: int) -> int:
-        """Bytes beside a pool whose pages have so many."""
+        """Bytes beside so many of the device, of pages and what goes to the host with them."""
 
     def describe(self, pool: int) -> str:
         """What becomes of the guests, for the log and the doctor."""
@@ -102,6 +103,8 @@ class MemoryPlan:
     """Whether what retracted requests hold goes to host memory."""
     host_room: HostRoom | None = None
     """Host memory of an optional part; None without one."""
+    slot_bytes: int = 0
+    """Bytes that go to the host with their pages, of a state slot, or of a draft model's KV slot; 0 if none do."""
     mixed_chunks: bool = False
     """Whether requests decode in passes over prompts too."""
 
@@ -162,11 +165,21 @@ class MemoryPlan:
             attention_spans=self.attention_spans,
         )
 
-    def host_pages(self, geometry: Geometry) -> int:
-        """Pages of all host memory."""
+    def host_slots(self, geometry: Geometry, slots: int) -> int:
+        """Slots for which host memory has room, beside pages: as many for those ``slots`` of the device as for its
+        pages."""
+        if self.host_room is None or not self.slot_bytes:
+            return 0
+        beside = slots * self.slot_bytes
+        pool = geometry.num_pages * self.fmt.page_bytes + beside
+        return int(self.host_room.bytes_for(pool) * beside // pool // self.slot_bytes)
+
+    def host_pages(self, geometry: Geometry, slots: int = 0) -> int:
+        """Pages of all host memory, beside ``host_slots``."""
         pool = geometry.num_pages * self.fmt.page_bytes
         if self.host_room is not None:
-            return self.host_room.bytes_for(pool) // self.fmt.page_bytes
+            beside = slots * self.slot_bytes
+            return self.host_room.bytes_for(pool + beside) * pool // (pool + beside) // self.fmt.page_bytes
         if not self.keeps_retracted:
             return 0
         usual = min(max(pool // USUAL_HOST_SHARE, LEAST_HOST_BYTES), MOST_HOST_BYTES)
@@ -188,22 +201,27 @@ class MemoryPlan:
             )  # fmt: skip
         return ReferenceOps(state, policy, self.config.lossless)
 
+    def kv_slots(self, policy: Policy, geometry: Geometry, capacity: int) -> int:
+        """KV slots of a pool of ``capacity`` high-tier tokens."""
+        owning = self.draft_bytes > 0
+        return kv_slots_of(policy, capacity, self.fmt, geometry.max_tokens, self.attention_spans, owning=owning)
+
     def footprint(self, geometry: Geometry, capacity: int) -> Footprint:
         """What a server will hold, from objects without memory."""
         policy = self.policy()
         state = PageState.of(geometry, device="meta")
         ops = self.ops(state, geometry, policy)
         ops.decisions.use_ranks(Ranks(self.ranks), state, policy, geometry.max_tokens)
-        exact = self.config.prefix_fidelity == "exact"
-        owning = self.draft_bytes > 0
-        kv_slots = kv_slots_of(policy, capacity, self.fmt, geometry.max_tokens, self.attention_spans, owning=owning)
+        exact, kv_slots = self.config.prefix_fidelity == "exact", self.kv_slots(policy, geometry, capacity)
         queries = query_cache(policy, geometry, self.q_heads, device="meta")
         host_pages, page_bytes = self.host_pages(geometry), self.fmt.page_bytes
         staged = staging_pages(self.fmt, geometry.num_pages) if self.gpu and host_pages else 0
-        staged *= 1 if self.host_room is None else 2
+        staged = staged * page_bytes * (1 if self.host_room is None else 2)
+        if self.gpu and self.host_room is not None and self.slot_bytes:
+            staged += 2 * staged_slots(self.slot_bytes) * self.slot_bytes
         return Footprint.of(
             state, geometry, ops, kv_slots=kv_slots, exact=exact, queries=queries, draft_bytes=self.draft_bytes,
-            staging_bytes=staged * page_bytes, host_bytes=host_pages * page_bytes,
+            staging_bytes=staged, host_bytes=host_pages * page_bytes,
             guests="" if self.host_room is None else self.host_room.guests, rotation_bytes=self.rotation_bytes,
         )  # fmt: skip
 

@@ -29,6 +29,8 @@ def check_integrity(manager: PageManager) -> None:
     manager.windows.check_integrity()
     if manager.saved is not None:
         manager.saved.check_integrity()
+    if manager.saved_slots is not None:
+        manager.saved_slots.check_integrity()
     if manager.running is not None:
         manager.running.check_integrity()
 

@@ -7,14 +7,14 @@ and each writes its own fields only:
 - ``HighRows``: rows that keep all tokens in the high tier; ``RowWindows``: rows with a window of their own;
 - ``PageCounts``: bounds of the device's page counts;
 - ``SegmentStore``: segments of the prefix cache; ``Prompts``: what happens at the end of prompts;
-- ``SavedRows``: rows of retracted requests in host memory; ``SavedSegments``: evicted prefixes there. None where they
-  are not kept;
+- ``SavedRows``: rows of retracted requests in host memory; ``SavedSegments``: evicted prefixes there, with what other
+  buffers hold for them in ``SlotStore``. None where they are not kept;
 - ``RunningCompression``: where requests hold a budget while they run; None where the policy has none.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
@@ -35,6 +35,7 @@ from sglang_diffkv.mem_pool.rows import RequestRows
 from sglang_diffkv.mem_pool.running import RunningCompression, query_cache
 from sglang_diffkv.mem_pool.saved_rows import SavedRows
 from sglang_diffkv.mem_pool.saved_segments import GUESTS, SavedSegments
+from sglang_diffkv.mem_pool.saved_slots import SlotStore
 from sglang_diffkv.mem_pool.segments import SegmentStore
 from sglang_diffkv.mem_pool.steps import LaunchedStep, PlannedStep
 from sglang_diffkv.mem_pool.table_space import TableFull, TableSpace
@@ -51,7 +52,8 @@ class PageManager:
         q_heads: query heads, for a policy that scores running requests; by default as many as KV heads.
         drafts: tokens of a chain that decode passes verify, the first of them sampled already; 0 without speculation.
         host_pages: pages of host memory for retracted requests and evicted prefixes. keeps_retracted: whether the
-            former go there. write_policy: when the latter do (SGLang's name of it); empty if they do not.
+            former go there. write_policy: when the latter do (SGLang's name of it); empty if they do not. host_slots:
+            states, or tokens of a draft model, that host memory has room for beside the latter (``keep_slots``).
         high_rows: whether requests may keep all tokens in the high tier. Not where they hold budgets. most_window: the
             largest window that a request may have for itself; 0: all have the policy's.
     """
@@ -68,6 +70,7 @@ class PageManager:
         q_heads: int | None = None,
         drafts: int = 0,
         host_pages: int = 0,
+        host_slots: int = 0,
         keeps_retracted: bool = True,
         write_policy: str = "",
         high_rows: bool = False,
@@ -100,12 +103,23 @@ class PageManager:
             parts = (self.device, self.rows, self.counts, self.segments)
             self.saved = SavedRows(*parts, host_pages, in_parts=bool(write_policy))
             self.saved_segments = SavedSegments(self.device, self.saved) if write_policy else None
+        self.saved_slots: SlotStore | None = None
+        self.host_slots = host_slots
         self.running = self._running_budgets(self.q_heads)
         self._computed: LaunchedStep | None = None
         """A pass whose last layer is launched, until ``end_pass``."""
         self.pressure: Pressure | None = None
         if (rule := policy.under_pressure) is not None and len(self.fmt.tiers) > 1 and not drafts:
             self.pressure = Pressure(self.device, self.rows, self.counts, self.high, self.windows, rule)
+
+    def keep_slots(self, buffers: Sequence[torch.Tensor], count: int, *, by_token: bool = False) -> None:
+        """Host memory has room for ``count`` slots of ``buffers`` ([layers, slots, ...] each), which go there beside
+        the pages of evicted prefixes; as many on all ranks. ``by_token``: the slot of each token goes with its
+        segment."""
+        assert self.saved_segments is not None
+        self.saved_slots = SlotStore(self.device, buffers, count, self.ranks)
+        if by_token:
+            self.saved_segments.drafts = self.saved_slots
 
     def _running_budgets(self, q_heads: int) -> RunningCompression | None:
         where = {"dtype": self.state.dtype, "device": self.state.device}
@@ -130,7 +144,9 @@ class PageManager:
     @property
     def staging_bytes(self) -> int:
         """Bytes of the device that pages pass through on their way to host memory and back."""
-        return sum(part.staging_bytes for part in (self.saved, self.saved_segments) if part is not None)
+        return sum(
+            part.staging_bytes for part in (self.saved, self.saved_segments, self.saved_slots) if part is not None
+        )
 
     @property
     def guests(self) -> str:

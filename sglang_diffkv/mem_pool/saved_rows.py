@@ -262,13 +262,7 @@ class SavedRows:
 
     def _parts(self, runs: list[Run], staging: torch.Tensor | None) -> Iterator[tuple[int, torch.Tensor]]:
         """Host pages of runs, as many at once as can be staged, and where they begin among all of them."""
-        first, most = 0, self.host.pages.shape[0] if staging is None else len(staging)
-        for start, count in runs:
-            at, end = start, start + count
-            while at < end:
-                part = self.host.pages[at : min(at + most, end, self.host.end_of_part(at))]
-                yield first, part
-                first, at = first + len(part), at + len(part)
+        return self.host.parts(runs, self.host.pages.shape[0] if staging is None else len(staging))
 
     @staticmethod
     def _words(pages: torch.Tensor) -> torch.Tensor:

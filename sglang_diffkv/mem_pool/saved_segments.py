@@ -25,6 +25,7 @@ from sglang_diffkv.layout.transfer import to_host
 from sglang_diffkv.mem_pool.device import Beside, PageDevice
 from sglang_diffkv.mem_pool.host_pages import Run, first_of
 from sglang_diffkv.mem_pool.saved_rows import Needed, SavedRow, SavedRows, staging_pages
+from sglang_diffkv.mem_pool.saved_slots import SavedSlots, SlotStore
 
 TIER, HEAD, LO, UPPER, LEAST, LAST = range(6)
 """Rows of what the device lists of each page."""
@@ -43,15 +44,16 @@ class SavedSegment(SavedRow):
     """A segment's tokens at positions [start, hi) in host memory.
 
     Attributes:
-        as_computed, first, settled: as of ``Segment``. nodes: nodes of an index that name it. lost: a rank could not
-            copy it. from_store: it came from a store, and no request has got it since. needed: what ranges [lo, hi)
-            take, as far as somebody asked.
+        as_computed, first, settled: as of ``Segment``. slots: what a draft model has of its tokens, if there is one.
+            nodes: nodes of an index that name it. lost: a rank could not copy it. from_store: it came from a store,
+            and no request has got it since. needed: what ranges [lo, hi) take, as far as somebody asked.
     """
 
     start: int = 0
     first: int = 0
     as_computed: bool = False
     settled: bool = False
+    slots: SavedSlots | None = None
     nodes: int = field(default=0)
     lost: bool = False
     from_store: bool = False
@@ -99,11 +101,13 @@ class SavedSegments:
     """Copies segments to the host pages of ``rows`` and back.
 
     Attributes:
-        held: what is saved. bytes_out, bytes_in: copied so far, to the host and back.
+        held: what is saved. bytes_out, bytes_in: copied so far, to the host and back. drafts: where a draft model's
+            keys and values are, which go along by KV slot; None without one.
     """
 
     def __init__(self, device: PageDevice, rows: SavedRows):
         self.device, self.rows, self.host, self.ranks = device, rows, rows.host, rows.ranks
+        self.drafts: SlotStore | None = None
         self.held: set[SavedSegment] = set()
         self.bytes_out = self.bytes_in = 0
         self._copying: dict[SavedSegment, Copying] = {}
@@ -163,41 +167,78 @@ class SavedSegments:
 
     # To the host
 
-    def save(self, segment: Segment) -> SavedSegment | None:
+    def save(self, segment: Segment, kv_slots: torch.Tensor | None = None) -> SavedSegment | None:
         """As ``save_all``, of one."""
-        return self.save_all([segment])[0]
+        return self.save_all([segment], None if kv_slots is None else [kv_slots])[0]
 
-    def save_all(self, segments: Sequence[Segment]) -> list[SavedSegment | None]:
+    def save_all(
+        self, segments: Sequence[Segment], kv_slots: Sequence[torch.Tensor] | None = None
+    ) -> list[SavedSegment | None]:
         """Copy different segments whose pages are counted, together: that takes about as many launches as one. Waits
         for nothing. None for those for which there is no host memory, or no memory of the device to list their pages.
-        With several ranks such a copy is ``lost`` once all of them know."""
-        taken = [self.host.take(segment.pages) for segment in segments]
-        copied = [(segment, runs) for segment, runs in zip(segments, taken, strict=True) if runs is not None]
-        copying = self._copy_out(copied) if copied else []
+        With several ranks such a copy is ``lost`` once all of them know.
+
+        Args:
+            kv_slots: of the tokens of each segment, [n] int64, with a draft model.
+        """
+        copied = [taken for segment in segments if (taken := self._take(segment)) is not None]
+        found = dict(copied)
+        drafts: list[tuple[SavedSegment, torch.Tensor]] = []
+        if self.drafts is not None:
+            assert kv_slots is not None, "nobody says where a draft model's keys are"
+            drafts = [(found[x], slots) for x, slots in zip(segments, kv_slots, strict=True) if x in found]
+        copying = self._copy_out([(segment, saved.runs) for segment, saved in copied], drafts) if copied else []
         if copying is None and self.ranks.alone:
-            for _, runs in copied:
-                self.host.give(runs)
+            for _, saved in copied:
+                self._give(saved)
             return [None] * len(segments)
-        found: dict[Segment, SavedSegment] = {}
-        for index, (segment, runs) in enumerate(copied):
-            saved = found[segment] = SavedSegment.of(segment, runs)
+        for index, (segment, saved) in enumerate(copied):
             self.held.add(saved)
             nothing = Copying(segment, torch.empty(0), None, Beside(None, None), torch.empty(0), lost=True)
             self._copying[saved] = nothing if copying is None else copying[index]
             self.bytes_out += self._held_here(segment) * self.device.fmt.page_bytes
         return [found.get(segment) for segment in segments]
 
+    def _take(self, segment: Segment) -> tuple[Segment, SavedSegment] | None:
+        """Host memory for a segment, and for what a draft model has of it; None if there is none."""
+        runs = self.host.take(segment.pages)
+        if runs is None:
+            return None
+        saved = SavedSegment.of(segment, runs)
+        if self.drafts is not None:
+            saved.slots = self.drafts.take(segment.hi - segment.lo)
+            if saved.slots is None:
+                self.host.give(runs)
+                return None
+        return segment, saved
+
+    def _give(self, saved: SavedSegment) -> None:
+        self.host.give(saved.runs)
+        if self.drafts is not None and saved.slots is not None:
+            self.drafts.drop(saved.slots)
+
+    def _drafts_out(self, copied: Sequence[tuple[SavedSegment, torch.Tensor]]) -> None:
+        """On the stream beside the passes: what a draft model has in KV slots of segments."""
+        for saved, kv_slots in copied:
+            assert self.drafts is not None and saved.slots is not None
+            assert len(kv_slots) == saved.slots.count, "a segment and its KV slots disagree"
+            self.drafts.copy_out(saved.slots, kv_slots)
+
     def _held_here(self, segment: Segment) -> int:
         """Pages of a segment on this rank."""
         return self.rows.counts.ranks.held(segment.row, segment.pages)
 
-    def _copy_out(self, copied: Sequence[tuple[Segment, list[Run]]]) -> list[Copying] | None:
-        """Launch the copies of segments to host pages, beside the passes; None if the device has no memory for that."""
+    def _copy_out(
+        self, copied: Sequence[tuple[Segment, list[Run]]], drafts: Sequence[tuple[SavedSegment, torch.Tensor]]
+    ) -> list[Copying] | None:
+        """Launch the copies of segments to host pages, beside the passes, behind those of what a draft model has in
+        their KV slots; None if the device has no memory for that."""
         segments = [segment for segment, _ in copied]
         counts = [self._held_here(segment) for segment in segments]
         runs = [run for (_, runs), count in zip(copied, counts, strict=True) for run in first_of(runs, count)]
 
         def launch() -> tuple[torch.Tensor, torch.Tensor, Any]:
+            self._drafts_out(drafts)
             pages, listed = self._list(segments, counts)
             listed, event = to_host(listed)
             self.rows.copy_out(pages, runs, self._staging)
@@ -287,14 +328,28 @@ class SavedSegments:
             saved.needed[lo, hi] = needed
         return found
 
-    def restore(self, parts: Sequence[tuple[SavedSegment, int, int]], needed: Sequence[Needed]) -> list[Segment] | None:
+    def restore(
+        self,
+        parts: Sequence[tuple[SavedSegment, int, int]],
+        needed: Sequence[Needed],
+        kv_slots: torch.Tensor | None = None,
+    ) -> list[Segment] | None:
         """Segments of the tokens at positions [lo, hi) of each part, as ``SavedRows.restore_all``; None, changing
-        nothing, without room."""
+        nothing, without room. ``kv_slots``: new ones of all these tokens, [n] int64, with a draft model."""
         segments = self.rows.restore_all([(saved, saved.segment(lo, hi)) for saved, lo, hi in parts], needed)
         if segments is not None:
             pages = sum(saved.pages_from(lo, hi) for saved, lo, hi in parts)
             self.bytes_in += pages * self.device.fmt.page_bytes
+            self._drafts_in(parts, kv_slots)
         return segments
+
+    def _drafts_in(self, parts: Sequence[tuple[SavedSegment, int, int]], kv_slots: torch.Tensor | None) -> None:
+        if self.drafts is None:
+            return
+        assert kv_slots is not None, "nobody says where a draft model's keys go"
+        for (saved, lo, _), slots in zip(parts, kv_slots.split([hi - lo for _, lo, hi in parts]), strict=True):
+            assert saved.slots is not None
+            self.drafts.restore(saved.slots, slots, lo - saved.start)
 
     # The end
 
@@ -305,7 +360,7 @@ class SavedSegments:
             self.device.join(copying.beside)
         self.held.remove(saved)
         self._dropping(saved)
-        self.host.give(saved.runs)
+        self._give(saved)
 
     def drop_all(self) -> None:
         """Nobody wants any of it any more."""
@@ -317,6 +372,8 @@ class SavedSegments:
         runs = [run for saved in self.held for run in saved.runs]
         self.held.clear()
         self.host.give(runs)
+        if self.drafts is not None:
+            self.drafts.drop_all()
 
     @property
     def incoming(self) -> list[list[Run]]:
@@ -325,9 +382,14 @@ class SavedSegments:
 
     def check_integrity(self) -> None:
         """Raise AssertionError unless all is known of the pages of each segment, or on its way."""
+        if self.drafts is not None:
+            slots = {saved.slots for saved in self.held}
+            assert self.drafts.held == slots, "host memory of a draft model's keys is lost"
         assert set(self._copying) <= self.held, "a copy that nobody holds is on its way"
         for saved in self.held:
             assert saved.nodes > 0 and saved.start < saved.hi, "a saved segment stands for no tokens"
+            assert (saved.slots is None) == (self.drafts is None), "a draft model's keys are lost"
+            assert saved.slots is None or saved.slots.count == saved.hi - saved.start, "a draft model lacks some keys"
             if self.ready(saved):
                 saved.check_integrity()
                 assert not self.ranks.alone or len(saved.tier) == saved.host_pages, "a saved segment has pages to spare"

@@ -66,7 +66,8 @@ class DiffKVPool(KVCache):
         state, geometry, ops = self.manager.state, self.manager.geometry, self.manager.ops
         running = self.manager.running
         queries, saved = None if running is None else running.cache, self.manager.saved
-        host = 0 if saved is None else saved.host.pages.nbytes
+        host, slots = 0 if saved is None else saved.host.pages.nbytes, self.manager.saved_slots
+        host += 0 if slots is None else slots.bytes_most
         return Footprint.of(
             state, geometry, ops, kv_slots=self.kv_slots, exact=exact, queries=queries, draft_bytes=self.draft_bytes,
             staging_bytes=self.manager.staging_bytes, host_bytes=host, guests=self.manager.guests,

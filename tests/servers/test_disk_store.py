@@ -77,6 +77,9 @@ def test_what_does_not_go_together_is_refused(tmp_path: Path, monkeypatch: pytes
     extra = {"file_storage_path": str(tmp_path)}
     assert "without --enable-hierarchical-cache: add it" in said(asked(extra, enable_hierarchical_cache=False))
     assert "with LoRA" in said(asked(extra, enable_lora=True)) and "with LoRA" in said(asked(extra, lora_paths=["a"]))
+    drafts = asked(extra, speculative_algorithm="EAGLE", speculative_num_draft_tokens=4)
+    assert "with a draft model, of whose cache host memory alone has copies: drop" in said(drafts)
+    assert not disk_store.problems(asked(extra, speculative_algorithm="NGRAM"))
     monkeypatch.setenv(disk_store.OTHERS["MIN_FREE_SPACE"], "1G")
     assert "MIN_FREE_SPACE is not served: unset it" in said(asked(extra))
     images = SimpleNamespace(model_config=SimpleNamespace(is_multimodal=True))

@@ -11,6 +11,7 @@ import pytest
 from benchmarks.paths import NANO
 from sglang_diffkv.config import load_config
 from sglang_diffkv.errors import UnsupportedError
+from sglang_diffkv.plan import MemoryPlan
 from sglang_diffkv.srt.startup import host_memory, host_options
 from sglang_diffkv.srt.versions import compat
 
@@ -76,15 +77,35 @@ def test_a_size_that_is_not_free_is_refused(replicas: int) -> None:
         planned(hicache_size=11, dp_size=replicas)
 
 
-def test_a_model_with_states_is_refused() -> None:
-    with pytest.raises(UnsupportedError, match=r"for a model with states, .* drop --enable-hierarchical-cache"):
-        host_memory.host_tier(SimpleNamespace(server_args=asked(), mambaish_config="states"))
+def test_what_states_take_is_refused_where_it_has_no_copies() -> None:
+    """In host memory of what lies beside them, and in a store of them at all."""
+    found = SimpleNamespace(server_args=asked(), mambaish_config=SimpleNamespace(short_conv_layer_ids=[1]))
+    with pytest.raises(UnsupportedError, match=r"n-grams beside its states, .* drop --enable-hierarchical-cache"):
+        host_memory.host_tier(found)
+    found.mambaish_config.short_conv_layer_ids = []
+    assert host_memory.host_tier(found) is not None
+    found.server_args.hicache_storage_backend = "file"
+    with pytest.raises(UnsupportedError, match=r"for a model with states, .* drop --hicache-storage-backend"):
+        host_memory.host_tier(found)
+
+
+@pytest.mark.parametrize("size", [0, 3])
+def test_host_memory_is_shared_by_pages_and_states_as_the_device_s_is(size: int) -> None:
+    config = load_config('{"tiers": ["K8V8"]}')
+    tier = planned(hicache_size=size)
+    plan = MemoryPlan(config, config.page_format(64, 64, 1000), 2, 2, 4, gpu=False, host_room=tier, slot_bytes=3 << 20)
+    geometry, slots = plan.geometry(100_000, 10, 1000), 12
+    pool, page = geometry.num_pages * plan.fmt.page_bytes, plan.fmt.page_bytes
+    pages, states = plan.host_pages(geometry, slots), plan.host_slots(geometry, slots)
+    whole = tier.bytes_for(pool + slots * plan.slot_bytes)
+    assert whole - page - plan.slot_bytes < pages * page + states * plan.slot_bytes <= whole
+    assert abs(states / slots - pages / geometry.num_pages) < 0.1
+    assert plan.host_slots(geometry, 0) == 0 and plan.host_pages(geometry) * page <= tier.bytes_for(pool)
 
 
 @pytest.mark.parametrize(
     ("changes", "config", "named"),
     [
-        ({"speculative_algorithm": "EAGLE", "speculative_num_draft_tokens": 4}, "{}", "with a draft model"),
         ({"disable_radix_cache": True}, "{}", "--disable-radix-cache"),
         ({"kv_canary": "log"}, "{}", "--kv-canary"),
         ({}, '{"tiers": ["K8V4"], "policy": {"name": "zipage", "max_blocks": 8}}', "pages of their own"),

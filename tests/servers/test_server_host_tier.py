@@ -16,6 +16,7 @@ from sglang_diffkv.evaluate.prompts import chat_ids, load_tokenizer
 from sglang_diffkv.evaluate.server import Server, stock_backend
 from sglang_diffkv.srt.models.speculation import CHAIN
 from sglang_diffkv.srt.tree.host_tier import SELECTIVE, WRITE_BACK, WRITE_THROUGH
+from tests.servers.hybrid_models import KINDS
 from tests.servers.identity import check_tokens
 from tests.servers.shared import STRICT, check_idle, stats_of, tokens
 
@@ -136,3 +137,28 @@ def test_a_reply_is_that_of_a_prefix_that_was_never_lost(
     assert whence["host"] >= 150 and sum(whence.values()) == sum(where.values())
     assert back == there
     assert counts(server)["no_host_memory"] == 0
+
+
+@pytest.mark.parametrize("policy", [WRITE_BACK, pytest.param(WRITE_THROUGH, marks=pytest.mark.full)])
+def test_states_come_back_with_their_prefixes(
+    policy: str, tmp_path_factory: pytest.TempPathFactory, server_of: Callable[..., Server]
+) -> None:
+    """Of a model with states, which has few slots for them: replies are those that were computed whole."""
+    hybrid = KINDS["lfm2"](tmp_path_factory.mktemp("lfm2"))
+    few = ("--chunked-prefill-size", "128", "--max-mamba-cache-size", "6", "--max-running-requests", "2")
+    server = hybrid.serve(server_of, (*tier(policy), *few), LOSSLESS)
+    chats = [tokens(length, seed) for seed, length in enumerate((160, 100))]
+    turns = [[*chat, *tokens(20, 30)] for chat in chats]
+    server.flush_cache()
+    whole = client.run(server.url, turns, 6, top_logprobs=2)
+    assert [x.cached_tokens for x in whole] == [0, 0]
+    server.flush_cache()
+    for prompt in (*chats, *(tokens(240, 100 + seed) for seed in range(3))):
+        ask(server, prompt, 1)
+    found = client.run(server.url, turns, 6)
+    assert [x.cached_tokens for x in found] == [160, 100]
+    check_tokens([x.output_ids for x in found], whole, policy, equal=0.5)
+    report, states = counts(server), stats_of(server)["states"]
+    assert (report["hits"], report["tokens_restored"]) == (2, 260) and report["bytes_in"] > 0
+    assert report["states"] >= 2 and states["running"] == states["snapshots"] == 0
+    check_idle(server)

@@ -112,20 +112,38 @@ def test_grammars_under_drafts_lose_nothing(drafts: tuple[str, ...], server_of: 
     assert all(re.fullmatch(f"(yes|no)-[0-9]{{{3 + number}}}", reply) for number, reply in enumerate(replies))
 
 
+def _rounds(server: Server, ids: list[int]) -> tuple[int, int, list[int]]:
+    """Tokens found in the cache, passes that verified, tokens."""
+    parameters = {"temperature": 0, "max_new_tokens": 48, "ignore_eos": True}
+    reply = _post(server, "generate", {"input_ids": ids, "sampling_params": parameters}).json()
+    meta = reply["meta_info"]
+    return meta["cached_tokens"], meta["spec_verify_ct"], reply["output_ids"]
+
+
+def test_a_prefix_from_host_memory_has_its_draft_keys(
+    prompts: list[list[int]], server_of: Callable[..., Server]
+) -> None:
+    """They come back with it to other KV slots: the draft model proposes what it would had it computed the prefix."""
+    host = ("--enable-hierarchical-cache", "--hicache-ratio", "20", "--max-total-tokens", "900")
+    args = (*model_drafts("STANDALONE", NANO), "--chunked-prefill-size", "128", *host)
+    server = server_of("diffkv", args, config={"tiers": ["BF16"], "share_min_tokens": 32}, env=STRICT)
+    asked = sorted(prompts, key=len)[-3:]
+    first, again = ([_rounds(server, ids) for ids in asked] for _ in range(2))
+    report = server.server_info()["internal_states"][0]["diffkv"]["host_prefixes"]
+    assert report["hits"] >= 2 and report["tokens_restored"] > 300
+    assert sum(cached for cached, _, _ in again) > 0.8 * sum(map(len, asked))
+    assert [x[2] for x in again] == [x[2] for x in first]
+    passes, before = (sum(x[1] for x in found) for found in (again, first))
+    assert abs(passes - before) <= 0.1 * before, "drafts are worse behind a prefix that came back"
+    assert sum(x[1] for x in first) < 0.6 * 48 * len(first), "most drafts are right"
+
+
 def test_a_prefix_from_the_cache_has_its_draft_keys(prompts: list[list[int]], server_of: Callable[..., Server]) -> None:
     """The draft model finds what it stored of a shared prefix by the same KV slots: it proposes what it would propose
     had it computed the prefix anew."""
     args = (*model_drafts("STANDALONE", NANO), "--chunked-prefill-size", "128")
     server = server_of("diffkv", args, config={"tiers": ["BF16"]}, env=STRICT)
-
-    def rounds(ids: list[int]) -> tuple[int, int, list[int]]:
-        """Tokens found in the cache, passes that verified, tokens."""
-        parameters = {"temperature": 0, "max_new_tokens": 48, "ignore_eos": True}
-        reply = _post(server, "generate", {"input_ids": ids, "sampling_params": parameters}).json()
-        meta = reply["meta_info"]
-        return meta["cached_tokens"], meta["spec_verify_ct"], reply["output_ids"]
-
-    first, again = ([rounds(ids) for ids in prompts[:8]] for _ in range(2))
+    first, again = ([_rounds(server, ids) for ids in prompts[:8]] for _ in range(2))
     assert all(cached == len(ids) - 1 for ids, (cached, _, _) in zip(prompts, again, strict=False))
     assert [x[1:] for x in again] == [x[1:] for x in first]
     assert sum(x[1] for x in first) < 0.6 * 48 * len(first), "most drafts are right"

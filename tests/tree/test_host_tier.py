@@ -53,17 +53,17 @@ def watch(manager: PageManager) -> None:
     save, restore = saved.save_all, saved.restore
     known: dict[SavedSegment, tuple[Seen, Segment]] = {}
 
-    def saving(chosen: list[Segment]) -> list[SavedSegment | None]:
+    def saving(chosen: list[Segment], *more: Any) -> list[SavedSegment | None]:
         seen = [(seen_by(manager, x.row, x.lo), SimpleNamespace(**vars(x))) for x in chosen]
-        found = save(chosen)
+        found = save(chosen, *more)
         known.update({x: of for x, of in zip(found, seen, strict=True) if x is not None})  # type: ignore[misc]
         return found
 
-    def restoring(parts: list[Part], needed: list[Needed]) -> list[Segment] | None:
+    def restoring(parts: list[Part], needed: list[Needed], *more: Any) -> list[Segment] | None:
         assert all(
             takes.pages >= found.pages_from(lo, hi) for takes, (found, lo, hi) in zip(needed, parts, strict=True)
         )
-        back = restore(parts, needed)
+        back = restore(parts, needed, *more)
         for segment, (found, lo, hi) in zip(back or (), parts, strict=bool(back)):
             assert (segment.lo, segment.hi) == (lo, hi) and segment in segments.cached
             if found in known:
@@ -108,9 +108,9 @@ class PrefixesMachine(TreeMachine):
         assert saved is not None
         save = saved.save_all
 
-        def saving(chosen: list[Segment]) -> list[SavedSegment | None]:
+        def saving(chosen: list[Segment], *more: Any) -> list[SavedSegment | None]:
             together = Sometimes(arrivals)  # on a GPU
-            for x in (found := save(chosen)):
+            for x in (found := save(chosen, *more)):
                 if x is not None:
                     saved._copying[x].event = together
             return found
@@ -599,9 +599,9 @@ def launches_of(turns: int) -> tuple[int, int]:
     world.tree.make_pages(world.manager.geometry.num_pages, partly=True)
     held, restore, back = len(world.manager.segments.cached), saved.restore, Launches()
 
-    def counted(parts: list[Part], needed: list[Needed]) -> list[Segment] | None:
+    def counted(parts: list[Part], needed: list[Needed], *more: Any) -> list[Segment] | None:
         with back:
-            return restore(parts, needed)
+            return restore(parts, needed, *more)
 
     saved.restore = counted  # type: ignore[method-assign]
     assert admitted(world, [*tokens, 1]) == len(tokens)
@@ -628,6 +628,27 @@ def test_large_segments_are_listed_one_by_one(monkeypatch: pytest.MonkeyPatch) -
         held.append(len(host_of(world).saved.held))
     assert held == [1, 2, 3, 4, 4], "prompts and their ends"
     world.leave(other)
+
+
+@pytest.mark.parametrize("retracts", [False, True], ids=["", "beside a retracted request"])
+def test_of_more_than_the_host_holds_together_the_newest_are_kept(retracts: bool) -> None:
+    """They come one after the other while everything waits to be copied."""
+    world = World(3000, exact=False, host_pages=44 if retracts else 22, write_policy=WRITE_THROUGH)
+    if retracts:
+        retract(world, world.prompt(world.tokens(110)))
+    world.requests.scheduling_begins(retracted_of(world).kept)
+    prompts = [world.tokens(120) for _ in range(8)]
+    for tokens in prompts:
+        served(world, tokens)
+    world.manager.counts.settle()
+    host = host_of(world)
+    while host._unwritten:
+        left = len(host._unwritten)
+        world.requests.scheduling_begins(retracted_of(world).kept)
+        assert len(host._unwritten) < left, "something waits for ever"
+    assert host.counts["no_host_memory"] == 0 and host.counts["tokens_evicted"] > 0
+    evict_all(world)
+    assert admitted(world, prompts[-1]) == 119 and admitted(world, prompts[0]) == 0
 
 
 def test_without_room_for_all_parts_the_first_ones_come_back() -> None:

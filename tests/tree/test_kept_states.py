@@ -13,6 +13,7 @@ from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 from sglang.srt.mem_cache.memory_pool import HybridReqToTokenPool
 from sglang.srt.mem_cache.radix_cache import RadixKey
 
+from sglang_diffkv.layout.ranks import Ranks
 from sglang_diffkv.srt.versions import compat
 from sglang_diffkv.srt.versions import states as compat_states
 from tests.tree.stand_in import Match, leave, offer
@@ -36,8 +37,8 @@ def kept(tree: Any) -> dict[tuple[int, ...], torch.Tensor]:
 class StatesMachine(TreeMachine):
     """Requests of a model with states."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, ranks: Ranks | None = None) -> None:
+        super().__init__(*([] if ranks is None else [ranks]))
         self.told: list[array] = []
 
     def make_pool(self) -> HybridReqToTokenPool:

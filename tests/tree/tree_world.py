@@ -67,6 +67,7 @@ class World:
             most_window=most_window, keeps_retracted=keeps_retracted,
         )  # fmt: skip
         self.pool = pool or ReqToTokenPool(rows, longest, "cpu", False)
+        self.made()
         ledger = PageLedger(self.manager, capacity)
         self.requests = build_lifecycle(ledger)
         self.allocator = DiffKVAllocator(
@@ -81,6 +82,9 @@ class World:
         self.tree: Any = build_prefix_cache(params, share_min, exact=exact, keeps=keeps)
         self.listener = Listener(self.tree)
         self.random = random.Random(1)
+
+    def made(self) -> None:
+        """There are a manager and a table of requests, and no tree yet."""
 
     def tokens(self, count: int) -> list[int]:
         return [self.random.randrange(1000) for _ in range(count)]

@@ -117,6 +117,7 @@ def build_token_to_kv_pool_allocator(original: Any, self: Any, **kwargs: Any) ->
         return build.build_allocator(self, pool, kwargs["req_to_token_pool"])
     if is_selected(self.server_args) and self.is_draft_worker:
         draft_model.check_pool(pool)
+        draft_model.keep_on_host(pool)
     else:
         build.refuse_pool(self, pool)
     return original(self, **kwargs)

@@ -93,6 +93,12 @@ def check_paged_layers(name: str, found: set[int], paged: tuple[int, ...]) -> No
         )
 
 
+def state_bytes(configurator: Any) -> int:
+    """Bytes of a request's states on a rank, for SGLang's KVCacheConfigurator; 0 for a model without."""
+    hybrid = configurator.mambaish_config
+    return 0 if hybrid is None else int(hybrid.mamba2_cache_params.mamba_cache_per_req)
+
+
 def has_states(rows: Any) -> bool:
     """Whether SGLang's table of requests hands out state slots with its rows."""
     return isinstance(rows, sglang_class("HybridReqToTokenPool"))

@@ -25,7 +25,7 @@ from sglang_diffkv.plan import MemoryPlan
 from sglang_diffkv.policies.base import AcrossLayers
 from sglang_diffkv.policies.diffkv import DiffKVPolicy
 from sglang_diffkv.srt.backend import DiffKVAttnBackend
-from sglang_diffkv.srt.models.hybrids import check_paged_layers, describe_layers, has_states, paged_layers
+from sglang_diffkv.srt.models.hybrids import check_paged_layers, describe_layers, has_states, paged_layers, state_bytes
 from sglang_diffkv.srt.models.scaling import attention_layers, layer_scalings, layer_spans, sinks_of
 from sglang_diffkv.srt.models.speculation import check_drafts, draft_room, drafts_of, longest_row
 from sglang_diffkv.srt.pool import DiffKVPool
@@ -40,6 +40,7 @@ from sglang_diffkv.srt.startup.wiring import build_lifecycle, build_prefix_cache
 from sglang_diffkv.srt.tree.retracted import why_recomputed
 from sglang_diffkv.srt.versions import compat
 from sglang_diffkv.srt.versions.selection import BACKEND, is_selected
+from sglang_diffkv.srt.versions.states import state_buffers
 
 logger = logging.getLogger(__name__)
 
@@ -83,7 +84,8 @@ def memory_plan(configurator: Any) -> MemoryPlan:
     plan = MemoryPlan.of(configurator, config, len(layers), longest, attention_spans, draft_bytes)
     mixed_chunks = bool(getattr(compat.resolved(configurator.server_args), "enable_mixed_chunk", False))
     retracted, room = not why_recomputed(configurator, config), host_room(configurator)
-    return replace(plan, keeps_retracted=retracted, host_room=room, mixed_chunks=mixed_chunks)
+    slot_bytes = draft_bytes or state_bytes(configurator)
+    return replace(plan, keeps_retracted=retracted, host_room=room, mixed_chunks=mixed_chunks, slot_bytes=slot_bytes)
 
 
 class PoolConfigurator(MemoryPoolConfigurator):
@@ -144,8 +146,12 @@ def build_allocator(configurator: Any, pool: DiffKVPool, rows: Any) -> DiffKVAll
     ranks.require_equal("the plugin's version, --diffkv-config or SGLANG_DIFFKV_CHECK_INTEGRITY", [_settings_digest()])
     ranks.require_equal("capacity, pages, heads, rows or table blocks (set --max-total-tokens)", sizes)
     policy = plan.policy(ranks.rank, ranks.size)
+    slots = rows.mamba_pool.size if has_states(rows) else 0
+    if plan.draft_bytes:
+        slots = plan.kv_slots(policy, geometry, pool.size)
     if isinstance(policy.prompt, AcrossLayers):
         ranks.add(torch.zeros(1, device=configurator.device))  # opens connections now, not while a request waits
+    host_pages, host_slots = ranks.least(np.array([plan.host_pages(geometry, slots), plan.host_slots(geometry, slots)]))
     manager = PageManager(
         geometry,
         policy,
@@ -155,12 +161,15 @@ def build_allocator(configurator: Any, pool: DiffKVPool, rows: Any) -> DiffKVAll
         make_ops=lambda state: plan.ops(state, geometry, policy),
         q_heads=plan.q_heads,
         drafts=drafts,
-        host_pages=int(ranks.least(np.array([plan.host_pages(geometry)]))[0]),
+        host_pages=int(host_pages),
+        host_slots=int(host_slots),
         high_rows=plan.config.high_requests > 0,
         most_window=plan.config.request_window,
         keeps_retracted=plan.keeps_retracted,
         write_policy="" if plan.host_room is None else plan.host_room.write_policy,
     )
+    if has_states(rows) and manager.saved_segments is not None:
+        manager.keep_slots(state_buffers(rows), manager.host_slots)
     if manager.running is not None and pool.size < manager.running.least_capacity:
         raise UnsupportedError(
             f"diffkv: policy {plan.config.policy.name if plan.config.policy else ''} holds up to "
@@ -181,7 +190,7 @@ def build_allocator(configurator: Any, pool: DiffKVPool, rows: Any) -> DiffKVAll
     logger.info("DiffKV plan: %s", plan.describe(geometry, pool.size))
     logger.info("DiffKV: %s", _retraction(plan, geometry, why_recomputed(configurator, plan.config)))
     if plan.host_room is not None:
-        pool_bytes = geometry.num_pages * plan.fmt.page_bytes
+        pool_bytes = geometry.num_pages * plan.fmt.page_bytes + slots * plan.slot_bytes
         logger.info("DiffKV: %s are %s.", plan.host_room.guests, plan.host_room.describe(pool_bytes))
     if isinstance(policy, DiffKVPolicy) and (
         hint := policy.window_hint(len(geometry.fmt.tiers), geometry.fmt.page_tokens)

@@ -16,6 +16,7 @@ from sglang_diffkv.files import named, parse_json, read_text, shown
 from sglang_diffkv.mem_pool.host_pages import GIB
 from sglang_diffkv.mem_pool.object_folder import ObjectFolder, prepare
 from sglang_diffkv.mem_pool.object_values import ObjectValues
+from sglang_diffkv.srt.models.speculation import NGRAM, drafts_by_model
 from sglang_diffkv.srt.startup import host_options, own_means, storage_backend
 from sglang_diffkv.srt.startup.model_identity import configuration_digest, model_digest
 from sglang_diffkv.srt.startup.storage_backend import NAMES
@@ -72,6 +73,11 @@ def problems(args: Any) -> list[str]:
         return found  # the table of options refuses it
     if getattr(view, "enable_lora", False) or getattr(view, "lora_paths", None):
         found.append(f"{OPTION} with LoRA, whose adapters have no lasting name: drop {OPTION}, or --enable-lora")
+    if drafts_by_model(view):
+        found.append(
+            f"{OPTION} with a draft model, of whose cache host memory alone has copies: drop {OPTION}, or use "
+            f"--speculative-algorithm {NGRAM}"
+        )
     try:
         asked = asked_for(view, store)
         if store == FILE:
@@ -91,7 +97,12 @@ def _with_page_size(args: Any) -> list[str]:
 
 
 def check_model(args: Any, configurator: Any) -> None:
-    """Raise UnsupportedError for a model whose prompts have no lasting name."""
+    """Raise UnsupportedError for a model whose prompts have no lasting name, or whose states are not written."""
+    if host_options.store_asked_for(args) is not None and getattr(configurator, "mambaish_config", None) is not None:
+        raise UnsupportedError(
+            f"--attention-backend diffkv does not work with {OPTION} for a model with states, of which host memory "
+            f"alone has copies: drop {OPTION}"
+        )
     if host_options.store_asked_for(args) is not None and getattr(configurator.model_config, "is_multimodal", False):
         raise UnsupportedError(
             f"--attention-backend diffkv does not work with {OPTION} for a model that takes images, which SGLang names "

@@ -64,6 +64,23 @@ def check_pool(pool: Any) -> None:
         )
 
 
+def keep_on_host(pool: Any) -> None:
+    """With host memory for prefixes, what the draft model's ``pool`` has of them goes there too.
+
+    Raises UnsupportedError for a pool of another kind than keys and values by KV slot.
+    """
+    manager = SERVED[BACKEND].ledger.manager
+    if manager.saved_segments is None:
+        return
+    keys, values = (getattr(pool, name, None) for name in ("k_buffer", "v_buffer"))
+    if not keys or not values or getattr(pool, "k_scale_buffer", None) is not None:
+        raise UnsupportedError(
+            f"--attention-backend diffkv: SGLang built a {type(pool).__name__} for the draft model, of which host "
+            "memory has no copies. Drop --enable-hierarchical-cache, or use --speculative-algorithm NGRAM."
+        )
+    manager.keep_slots([buffer.unsqueeze(0) for buffer in (*keys, *values)], manager.host_slots, by_token=True)
+
+
 def create_worker(original: Any, algorithm: Any, server_args: Any) -> Any:
     """Who drafts and verifies: SGLang's worker for its ``algorithm``, which tells the pages what was accepted."""
     worker = original(algorithm, server_args)

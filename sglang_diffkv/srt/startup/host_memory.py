@@ -15,7 +15,6 @@ from sglang_diffkv.config import DiffKVConfig
 from sglang_diffkv.errors import UnsupportedError
 from sglang_diffkv.mem_pool.host_pages import GIB
 from sglang_diffkv.mem_pool.saved_segments import GUESTS
-from sglang_diffkv.srt.models.speculation import NGRAM, drafts_by_model
 from sglang_diffkv.srt.startup import disk_store, host_options
 from sglang_diffkv.srt.versions import compat
 
@@ -85,8 +84,6 @@ def problems(args: Any, config: DiffKVConfig) -> list[str]:
     view = compat.resolved(args)
     drop = f"drop {OPTION}"
     found = {
-        f"{OPTION} with a draft model, whose cache would have to come back too: {drop}, or use --speculative-algorithm "
-        f"{NGRAM}": drafts_by_model(view),
         f"{OPTION} with --disable-radix-cache: drop one of them": getattr(view, "disable_radix_cache", False),
         f"{OPTION} with --kv-canary, which would have to know what comes back: drop one of them": (
             getattr(view, "kv_canary", "none") != "none"
@@ -133,10 +130,10 @@ def host_tier(configurator: Any) -> HostTierPlan | None:
     args = getattr(configurator, "arguments", None) or configurator.server_args
     if not host_options.asks_for_host_tier(args):
         return None
-    if getattr(configurator, "mambaish_config", None) is not None:
+    if getattr(getattr(configurator, "mambaish_config", None), "short_conv_layer_ids", None):
         raise UnsupportedError(
-            f"--attention-backend diffkv does not work with {OPTION} for a model with states, which would have to come "
-            f"back too: drop {OPTION}"
+            f"--attention-backend diffkv does not work with {OPTION} for a model with short convolutions and n-grams "
+            f"beside its states, which would have to come back too: drop {OPTION}"
         )
     disk_store.check_model(args, configurator)
     view = compat.resolved(args)

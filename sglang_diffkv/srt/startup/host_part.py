@@ -40,7 +40,9 @@ class HostPart(ServerPart):
         manager, store = tree.manager, opened
         if manager.saved_segments is None:
             return None
-        host = HostTier(tree, manager.saved_segments, policy=manager.write_policy, least=share_min_tokens)
+        states = manager.saved_slots if tree.supports_mamba() else None
+        policy, least = manager.write_policy, share_min_tokens
+        host = HostTier(tree, manager.saved_segments, policy=policy, least=least, states=states)
         if store is not None:
             described = (manager.state.dtype, store.model, store.configuration, manager.ranks)
             origin = Origin.of(manager.geometry, *described)

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Collection, Hashable, Iterator
 from typing import Any
 
 import numpy as np
 
 from sglang_diffkv.layout.geometry import Segment
 from sglang_diffkv.mem_pool.saved_segments import SavedSegment
+from sglang_diffkv.mem_pool.saved_slots import SavedSlots
 
 Part = tuple[SavedSegment, int, int]
 """A part of a saved segment: first position, and position after the last."""
@@ -25,7 +26,8 @@ class HostNode:
 
     Attributes:
         number: of its own; nodes that were made earlier have lower ones. space: the namespace. tokens: [n] int64.
-        start: position of the first. saved: what the host has of them, if anything.
+        start: position of the first. saved: what the host has of them, if anything. state: of layers that do not
+            attend, behind the last token, if the host has it.
         last_access_time, creation_time, hit_count, priority: what SGLang's eviction policies choose by.
         block: what SGLang's KV events have of the tokens, if they were told of any. told: whether listeners know of
             them (``IndexListener``).
@@ -40,6 +42,7 @@ class HostNode:
         self.parent, self.tokens, self.start, self.space = parent, tokens, start, space
         self.children: dict[bytes, HostNode] = {}
         self.saved: SavedSegment | None = None
+        self.state: SavedSlots | None = None
         self.last_access_time = self.creation_time = time.monotonic()
         self.hit_count, self.priority = 1, 0
 
@@ -72,14 +75,20 @@ class HostIndex:
 
     Args:
         dropped: called with a saved segment that no node names any more. page_size: nodes begin and end at multiples of
-            so many tokens, and prefixes that differ within them have nothing in common there.
+            so many tokens, and prefixes that differ within them have nothing in common there. state_dropped: as
+            ``dropped``, with a state.
 
     Attributes:
         tokens: those of which the host has something. told: who is told of them.
     """
 
-    def __init__(self, dropped: Callable[[SavedSegment], None], page_size: int = 1):
-        self._dropped, self.page_size = dropped, page_size
+    def __init__(
+        self,
+        dropped: Callable[[SavedSegment], None],
+        page_size: int = 1,
+        state_dropped: Callable[[SavedSlots], None] = lambda state: None,
+    ):
+        self._dropped, self._state_dropped, self.page_size = dropped, state_dropped, page_size
         self.told = IndexListener()
         self._roots: dict[Hashable, HostNode] = {}
         self.tokens = 0
@@ -130,6 +139,14 @@ class HostIndex:
                 found.append((node.saved, max(node.start, start), end))
         return found
 
+    def states(self, space: Hashable, tokens: np.ndarray) -> list[tuple[int, HostNode]]:
+        """Where the host has a state of a prefix: positions behind which it stands, in order, and their nodes."""
+        return [(end, node) for node, end in self._walk(space, tokens) if node.state is not None and end == node.end]
+
+    def lacks_state(self, space: Hashable, tokens: np.ndarray) -> bool:
+        """Whether the host has no state behind ``tokens``."""
+        return not any(end == len(tokens) for end, _ in self.states(space, tokens))
+
     def lacks(self, space: Hashable, tokens: np.ndarray, start: int) -> bool:
         """Whether there is a token at position ``start`` or behind of which the host has nothing."""
         at = start
@@ -155,6 +172,28 @@ class HostIndex:
     def insert(self, space: Hashable, tokens: np.ndarray, saved: SavedSegment, *, used: float, priority: int) -> None:
         """The host has saved the end of a prefix from ``saved.start`` on. Where it had it already, that stays; if it
         had all of it, ``saved`` is dropped. But what has settled takes the place of the parts that became it."""
+        for node in self._along(space, tokens, saved.start, used, priority):
+            if node.start >= saved.start and node.saved is None:
+                node.saved = saved
+                saved.nodes += 1
+                self.tokens += len(node.tokens)
+                self.told.came(node)
+            elif node.saved is not None and saved.settled and is_within(node.saved, saved.start, saved.hi):
+                node.saved = self._replaced(node.saved, saved)
+        if not saved.nodes:
+            self._dropped(saved)
+
+    def keep_state(self, space: Hashable, tokens: np.ndarray, state: SavedSlots, *, used: float, priority: int) -> None:
+        """The host has saved the state behind ``tokens``, of which it may have nothing else. If it had it already,
+        ``state`` is dropped."""
+        node = list(self._along(space, tokens, len(tokens), used, priority))[-1]
+        if node.state is None:
+            node.state = state
+        else:
+            self._state_dropped(state)
+
+    def _along(self, space: Hashable, tokens: np.ndarray, cut: int, used: float, priority: int) -> Iterator[HostNode]:
+        """The nodes of just ``tokens``, those made that are not there yet; none goes over position ``cut``."""
         node, at = self._roots.setdefault(space, HostNode(None, tokens[:0], 0, space)), 0
         while at < len(tokens):
             first = self._first(tokens[at:])
@@ -163,20 +202,12 @@ class HostIndex:
                 child = node.children[first] = HostNode(node, tokens[at:].copy(), at, space)
             elif (common := self._common(child.tokens, tokens[at:])) < len(child.tokens):
                 child = self._split(child, common)
-            if child.start < saved.start < child.end:
-                child = self._split(child, saved.start - child.start)
+            if child.start < cut < child.end:
+                child = self._split(child, cut - child.start)
             child.last_access_time = max(child.last_access_time, used)
             child.priority = max(child.priority, priority)
-            if child.start >= saved.start and child.saved is None:
-                child.saved = saved
-                saved.nodes += 1
-                self.tokens += len(child.tokens)
-                self.told.came(child)
-            elif child.saved is not None and saved.settled and is_within(child.saved, saved.start, saved.hi):
-                child.saved = self._replaced(child.saved, saved)
+            yield child
             node, at = child, child.end
-        if not saved.nodes:
-            self._dropped(saved)
 
     def _replaced(self, old: SavedSegment, saved: SavedSegment) -> SavedSegment:
         """``saved``, which a node names from now on in the place of another."""
@@ -202,28 +233,47 @@ class HostIndex:
 
     def end_of(self, leaf: HostNode) -> list[HostNode]:
         """A leaf and the nodes above it that name the same saved segment, if no other prefix goes on behind one of
-        them: forgetting these frees host memory. Else nothing."""
+        them: forgetting these frees host memory. Else nothing. Of a state alone it is the leaf."""
         nodes = [leaf]
+        if leaf.saved is None:
+            return nodes if leaf.state is not None else []
         while (above := nodes[-1].parent) is not None and above.saved is leaf.saved and len(above.children) == 1:
             nodes.append(above)
-        return nodes if leaf.saved is not None and len(nodes) == leaf.saved.nodes else []
+        return nodes if len(nodes) == leaf.saved.nodes else []
 
     def remove(self, nodes: list[HostNode]) -> HostNode | None:
-        """Forget nodes of ``end_of``, and gaps that are left above them. The node above, if it is a leaf now."""
-        saved, above = nodes[0].saved, nodes[0]
-        assert saved is not None
+        """Forget nodes of ``end_of``, with their states, and gaps that are left above them. The node above, if it is a
+        leaf now."""
+        saved = nodes[0].saved
         for node in nodes:
-            self.told.gone(node)
-            node.saved = None
-            self.tokens -= len(node.tokens)
-        saved.nodes = 0
-        self._dropped(saved)
-        while above.parent is not None and above.saved is None and not above.children:
-            del above.parent.children[self._first(above.tokens)]
-            above = above.parent
-        if above.parent is None and not above.children:
-            self._roots = {space: root for space, root in self._roots.items() if root is not above}
-        return above if above.parent is not None and not above.children else None
+            self._forget_state(node)
+            if saved is not None:
+                self.told.gone(node)
+                node.saved = None
+                self.tokens -= len(node.tokens)
+        if saved is not None:
+            saved.nodes = 0
+            self._dropped(saved)
+        return self._prune(nodes[0])
+
+    def drop_state(self, node: HostNode) -> None:
+        """Forget the state behind a node."""
+        self._forget_state(node)
+        self._prune(node)
+
+    def _forget_state(self, node: HostNode) -> None:
+        if node.state is not None:
+            self._state_dropped(node.state)
+            node.state = None
+
+    def _prune(self, node: HostNode) -> HostNode | None:
+        """Forget a node, and those above it, that nothing is left of. The first that stays, if it is a leaf."""
+        while node.parent is not None and node.saved is None and node.state is None and not node.children:
+            del node.parent.children[self._first(node.tokens)]
+            node = node.parent
+        if node.parent is None and not node.children:
+            self._roots = {space: root for space, root in self._roots.items() if root is not node}
+        return node if node.parent is not None and not node.children else None
 
     def clear(self) -> None:
         """Forget everything, of which nothing is saved any more."""
@@ -235,10 +285,11 @@ class HostIndex:
 
     # Checks
 
-    def check_integrity(self, held: set[SavedSegment]) -> None:
+    def check_integrity(self, held: set[SavedSegment], states: Collection[SavedSlots] = ()) -> None:
         """Raise AssertionError unless the index names just the saved segments that are ``held``, each by nodes that it
-        covers."""
+        covers, and each of the ``states`` by one node."""
         named: dict[SavedSegment, int] = {}
+        stated: list[SavedSlots] = []
         tokens = 0
         for node in self.nodes():
             parent: Any = node.parent
@@ -246,12 +297,17 @@ class HostIndex:
                 "an index lost a node"
             )
             assert node.end % self.page_size == 0, "a node ends within a page"
-            assert node.children or node.saved is not None, "an index keeps a node for nothing"
+            assert node.children or node.saved is not None or node.state is not None, (
+                "an index keeps a node for nothing"
+            )
+            if node.state is not None:
+                stated.append(node.state)
             if node.saved is not None:
                 named[node.saved] = named.get(node.saved, 0) + 1
                 tokens += len(node.tokens)
                 assert node.saved.start <= node.start and node.end <= node.saved.hi, "a node names more than was saved"
         assert named.keys() == held, "the host holds something that nobody finds"
+        assert len(stated) == len(states) and set(stated) == set(states), "a state is lost, or of two prefixes"
         assert all(saved.nodes == count for saved, count in named.items()), "a saved segment miscounts its nodes"
         assert tokens == self.tokens, "the index miscounts its tokens"
         assert all(root.children for root in self._roots.values()), "the index keeps an empty namespace"

@@ -14,6 +14,12 @@ A copy at eviction waits for nothing either: the pages return to the ring behind
 copied again. Where the host's memory is full, leaves of the index go, by SGLang's eviction policy. Retracted requests
 come first: prefixes make room for them.
 
+A request of a model with states goes on from a prefix only where a state stands (``KeptStates``). So states go to the
+host too, when their prefix does or the tree gives one up, and what comes back ends where the host has one. The tree may
+still have the pages: then the state comes back alone.
+
+A draft model has keys and values of its own, by KV slot: they go and come with the segments of the same tokens.
+
 Behind host memory there may be a disk (``disk_tier.py``).
 
 Several ranks do all of this alike, each for the pages of its heads. They count what takes most on any rank, and bring
@@ -30,6 +36,7 @@ import heapq
 import time
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -40,6 +47,7 @@ from sglang_diffkv.layout.geometry import Path, Segment
 from sglang_diffkv.layout.spans import served_end
 from sglang_diffkv.mem_pool.saved_rows import Needed
 from sglang_diffkv.mem_pool.saved_segments import SavedSegment, SavedSegments
+from sglang_diffkv.mem_pool.saved_slots import SavedSlots, SlotStore
 from sglang_diffkv.mem_pool.stored_segments import StoredSegments
 from sglang_diffkv.srt.tree.disk_tier import DiskTier, NoDisk, Prefetch
 from sglang_diffkv.srt.tree.host_events import ToldHost
@@ -58,6 +66,9 @@ WRITTEN_AT_ONCE = 8
 LISTED_AT_ONCE = 1 << 17
 """Of these the device lists so many pages at most, each as many as the largest: some tens of MiB."""
 
+TOGETHER = 2
+"""Of host memory that prefixes may have, this part at most is filled together."""
+
 FREED_AT_ONCE = 128
 """Of a full host memory this part at least is freed together."""
 
@@ -67,27 +78,56 @@ for which there was no room for what it had. Segments for which it had no memory
 it forgot for want of memory."""
 
 
+@dataclass(frozen=True)
+class Behind:
+    """What host memory has behind what the tree finds of a prompt.
+
+    Attributes:
+        parts: that follow the tree's tokens; none where it has all up to ``end``. start: position where a match ends
+            without them. end: and with them. state: that stands there, of a model with states.
+    """
+
+    parts: list[Part]
+    start: int
+    end: int
+    state: SavedSlots | None = None
+
+    @property
+    def tokens(self) -> int:
+        """That a request finds more."""
+        return self.end - self.start
+
+
 class HostTier(PrefixSource):
     """Evicted prefixes in host memory, over a prefix cache.
 
     Args:
         saved: where they are. policy: when they are copied. least: fewer tokens than this are not brought back.
+        states: where states are, of a model that has some.
 
     Attributes:
         counts: by ``COUNTS``.
     """
 
-    def __init__(self, tree: DiffKVPrefixCache, saved: SavedSegments, *, policy: str, least: int):
-        self.tree, self.saved, self.policy, self.least = tree, saved, policy, least
+    def __init__(
+        self,
+        tree: DiffKVPrefixCache,
+        saved: SavedSegments,
+        *,
+        policy: str,
+        least: int,
+        states: SlotStore | None = None,
+    ):
+        self.tree, self.saved, self.policy, self.least, self.states = tree, saved, policy, least, states
         self.manager, self.ledger, self.host = tree.manager, tree.ledger, saved.host
         self.ranks = self.manager.ranks
-        self.index = HostIndex(saved.drop, tree.page_size)
+        self.index = HostIndex(saved.drop, tree.page_size, self._drop_state)
         self.expected: Callable[[], Iterable[tuple[int | None, float]]] = lambda: ()
         self.old_weights = OldWeights(self.manager, "evicted prefixes do not go to host memory")
         self.counts = dict.fromkeys(COUNTS, 0)
         self._unwritten: dict[Any, None] = {}  # nodes whose segments are to be copied, in order
         self._admitting: Any = None
-        self._restoring: set[SavedSegment] = set()
+        self._restoring: set[SavedSegment | SavedSlots] = set()
         self.disk = NoDisk()
         saved.rows.share_memory(self._make_room, saved.runs)
 
@@ -104,7 +144,10 @@ class HostTier(PrefixSource):
     def queue_seen(self, waiting: Iterable[Any]) -> None:
         """Requests that wait no longer need nothing from the disk. Host memory is pinned while none waits or runs."""
         self.disk.queue_seen(waiting)
-        self.host.idle(self.ledger.idle and not any(True for _ in waiting))
+        idle = self.ledger.idle and not any(True for _ in waiting)
+        slots = self.states or self.saved.drafts
+        for host in (self.host, *([] if slots is None else [slots.host])):
+            host.idle(idle)
 
     def prefill_begins(self, reqs: Sequence[Any]) -> None:
         """They were admitted."""
@@ -128,6 +171,11 @@ class HostTier(PrefixSource):
         if self.policy == WRITE_THROUGH:
             self._unwritten[node] = None
 
+    def state_came(self, node: Any) -> None:
+        """The same of its state."""
+        if self.policy == WRITE_THROUGH or (self.policy == SELECTIVE and getattr(node, "read_again", False)):
+            self._unwritten[node] = None
+
     def prompt_begun(self, req: Any, row: int, *, alone: bool) -> None:
         """A second request has matched a prefix."""
         if self.policy == SELECTIVE and not alone:
@@ -143,36 +191,63 @@ class HostTier(PrefixSource):
         if self.manager.counts.upcoming is not None:
             return
         chosen: dict[Segment, Any] = {}
+        stated: list[Any] = []
         for node in list(self._unwritten):
             segment = node.segment
             if segment is not None and (node.lock_ref > 0 or segment.row in self.manager.counts.uncounted):
                 continue
-            if chosen and segment is not None and not self._listed_together([*chosen, segment]):
+            if chosen and segment is not None and not self._copied_together([*chosen, segment]):
                 continue  # the next time
             del self._unwritten[node]
+            stated.append(node)
             if segment not in chosen and self._is_to_be_written(node):
                 chosen[segment] = node
-                if len(chosen) == WRITTEN_AT_ONCE:
-                    break
+            if max(len(chosen), len(stated) if self.states else 0) == WRITTEN_AT_ONCE:
+                break
         self._write(list(chosen.values()))
+        self._write_states(stated)
 
-    def _listed_together(self, segments: list[Segment]) -> bool:
-        return len(segments) * max(segment.pages for segment in segments) <= LISTED_AT_ONCE
+    def _copied_together(self, segments: list[Segment]) -> bool:
+        """Whether the device may list them together, and they leave room on the host: of more than it holds together
+        the newest would be lost."""
+        pages, drafts = [segment.pages for segment in segments], self.saved.drafts
+        room = self.host.count - self.saved.rows.pages_held
+        if drafts is not None and _tokens_of(segments) > drafts.host.count // TOGETHER:
+            return False
+        return len(pages) * max(pages) <= LISTED_AT_ONCE and sum(pages) <= room // TOGETHER
 
     def _arrived(self) -> None:
         """Take over what is on the host by now, on all ranks."""
         self.disk.finished(self.saved.finish())
+        if self.states is not None:
+            self.states.finish()
         self.disk.poll()
 
     def leaving(self, nodes: list[Any]) -> None:
         """Nodes of one segment are about to be evicted, the first of them a leaf: the last moment to copy it."""
-        wanted = self.policy != SELECTIVE or any(getattr(node, "read_again", False) for node in nodes)
+        wanted = self._is_wanted(nodes)
         for node in nodes:
             self._unwritten.pop(node, None)
         if wanted and nodes[0].segment.row in self.manager.counts.uncounted:
             self.manager.counts.settle()
         if wanted and self._is_to_be_written(nodes[0]):
             self._write(nodes[:1])
+        if wanted:
+            self._write_states(nodes)
+
+    def state_leaving(self, node: Any) -> None:
+        """A node is about to lose its state, for want of slots: the last moment to copy it."""
+        if self._is_wanted([node]):
+            self._write_states([node])
+
+    def state_changing(self, slot: torch.Tensor) -> None:
+        """Its slot is about to be given back: not before it is copied."""
+        if self.states is not None:
+            self.states.changing(slot)
+
+    def _is_wanted(self, nodes: list[Any]) -> bool:
+        """Whether nodes that leave the tree go to the host, by the policy."""
+        return self.policy != SELECTIVE or any(getattr(node, "read_again", False) for node in nodes)
 
     def _is_to_be_written(self, node: Any) -> bool:
         """Whether the host lacks some of the segment of a node, as far as the tree still has it, and may have it."""
@@ -189,10 +264,12 @@ class HostTier(PrefixSource):
         """Copy the segments of nodes, each of another one, together."""
         if not nodes:
             return
-        pages = sum(node.segment.pages for node in nodes)
-        if pages > self.host.free:
-            self._make_room(max(pages, self.host.count // FREED_AT_ONCE))
-        for node, saved in zip(nodes, self.saved.save_all([node.segment for node in nodes]), strict=True):
+        segments = [node.segment for node in nodes]
+        pages, count = sum(segment.pages for segment in segments), _tokens_of(segments)
+        if self._lacks_room(pages, count):
+            self._make_room(max(pages, self.host.count // FREED_AT_ONCE), count)
+        kv_slots = None if self.saved.drafts is None else [self._kv_slots(node) for node in nodes]
+        for node, saved in zip(nodes, self.saved.save_all(segments, kv_slots), strict=True):
             if saved is None:
                 self.counts["no_host_memory"] += 1
                 continue
@@ -202,38 +279,81 @@ class HostTier(PrefixSource):
             if saved.nodes:
                 self.disk.copied(saved, space, tokens)
 
+    def _write_states(self, nodes: list[Any]) -> None:
+        """Copy the states of nodes that have one which the host lacks, and may have."""
+        if self.states is None or self.old_weights.left:
+            return
+        for node in nodes:
+            slot = self.tree.states.of_nodes.get(node)
+            if slot is None or is_of_one(node):
+                continue
+            space, tokens = space_of(node.key), self._tokens(node)
+            if not self.index.lacks_state(space, tokens):
+                continue
+            saved = self.states.save(slot) if self._state_room() else None
+            if saved is None:
+                self.counts["no_host_memory"] += 1
+                continue
+            self.index.keep_state(space, tokens, saved, used=node.last_access_time, priority=node.priority)
+
+    def _state_room(self) -> bool:
+        """Have host memory for one more state, at the cost of another one. False if that is not possible."""
+        assert self.states is not None
+        if self.states.host.free:
+            return True
+        stated = [x for x in self.index.nodes() if x.state is not None and x.state not in self._restoring]
+        if stated:
+            self.index.drop_state(min(stated, key=lambda x: (self._priority(x), x.number)))
+        return bool(stated)
+
+    def _drop_state(self, state: SavedSlots) -> None:
+        assert self.states is not None
+        self.states.drop(state)
+
     def _last_of(self, node: Any) -> Any:
         """The node where the segment of ``node`` ends."""
         while below := [child for child in node.children.values() if child.segment is node.segment]:
             node = below[0]
         return node
 
+    def _kv_slots(self, node: Any) -> torch.Tensor:
+        """[n] int64: of the tokens of a node's segment."""
+        path = self.tree.nodes(self._last_of(node))
+        return torch.cat([x.value for x in path if x.segment is node.segment]).long()
+
     def _tokens(self, node: Any) -> np.ndarray:
         """The tokens of the path to ``node``."""
         return np.concatenate([tokens_of(x.key) for x in self.tree.nodes(node)])
 
-    def _make_room(self, pages: int) -> None:
-        """Forget prefixes until so many host pages are free, as far as possible."""
+    def _lacks_room(self, pages: int, tokens: int) -> bool:
+        """Whether too few host pages are free, or with a draft model places for so many tokens."""
+        drafts = self.saved.drafts
+        return pages > self.host.free or (drafts is not None and tokens > drafts.host.free)
+
+    def _make_room(self, pages: int, tokens: int = 0) -> None:
+        """Forget prefixes until so many host pages are free, and with a draft model places for so many tokens, as far
+        as possible."""
         forgotten = True
-        while pages > self.host.free and forgotten:
+        while self._lacks_room(pages, tokens) and forgotten:
             heap = [(self._priority(node), node.number, node) for node in self.index.nodes() if not node.children]
             heapq.heapify(heap)
             forgotten = False
-            while heap and pages > self.host.free:
+            while heap and self._lacks_room(pages, tokens):
                 _, _, leaf = heapq.heappop(heap)
                 nodes = self.index.end_of(leaf)
-                if not nodes or leaf.saved in self._restoring:
+                if not nodes or not self._restoring.isdisjoint(x for node in nodes for x in (node.saved, node.state)):
                     continue
                 forgotten = True
-                self.counts["tokens_evicted"] += sum(len(node.tokens) for node in nodes)
+                self.counts["tokens_evicted"] += sum(len(node.tokens) for node in nodes if node.saved is not None)
                 above = self.index.remove(nodes)
                 if above is not None:
                     heapq.heappush(heap, (self._priority(above), above.number, above))
 
     def _priority(self, node: HostNode) -> Any:
-        if self.tree.keeps_history:
-            return node.last_access_time  # a branch's history is the tree's
-        return self.tree.eviction_strategy.get_priority(node)
+        """By SGLang's eviction policy; where there are states, leaves without one come first, as in the tree."""
+        history = self.tree.keeps_history  # of a branch, which is the tree's
+        policy = node.last_access_time if history else self.tree.eviction_strategy.get_priority(node)
+        return node.state is not None, policy
 
     # Back to the tree
 
@@ -253,7 +373,7 @@ class HostTier(PrefixSource):
         if req is None:
             return self._seen_waiting(params)
         req.diffkv_waits_for_store = False
-        if self.old_weights.left or _without_host(req) or not (self.saved.held or self.stores):
+        if self.old_weights.left or _without_host(req) or not (self._holds_any or self.stores):
             return None
         if self.ranks.alone:  # several exchange what has arrived before they schedule
             self._arrived()
@@ -263,15 +383,15 @@ class HostTier(PrefixSource):
         parts = self._parts(space, tokens, at)
         if self.stores and self._held_up(req, space, tokens, node, parts):
             return None
-        parts = self._served(node, parts)
-        if not parts or parts[-1][2] - at < self.least:
+        behind = self._behind(space, tokens, node, at, parts)
+        if behind.tokens < self.least:
             return None
-        restored, of_store = self._restore(req, params.key, node, parts)
+        restored, of_store = self._restore(req, params.key, node, behind)
         if not restored:
             self.counts["no_room"] += not getattr(req, "diffkv_no_room", False)
             req.diffkv_no_room = True  # it may ask again and again
             return None
-        self.index.touch(space, tokens[: at + restored], time.monotonic(), hit=True)
+        self.index.touch(space, tokens[: behind.start + restored], time.monotonic(), hit=True)
         self.counts["hits"] += 1
         self.counts["tokens_restored"] += restored
         req.diffkv_from_host, req.diffkv_from_store = restored, of_store
@@ -281,13 +401,14 @@ class HostTier(PrefixSource):
         """SGLang puts its queue in order, by what requests would find: on the host too, as its hierarchical cache
         counts. Nothing comes back for that. None if the host has nothing for the request."""
         req = params.req
-        if req is None or self.old_weights.left or _without_host(req) or not self.saved.held:
+        if req is None or self.old_weights.left or _without_host(req) or not self._holds_any:
             return None
         found = self.tree.match(params)
         node, space, tokens = found.last_device_node, space_of(params.key), tokens_of(params.key)
+        if self.states is not None:  # the match ends where a state is, and what the tree has may go on
+            node = self.tree.find(params).last_device_node
         at = self.tree.depth(node)
-        parts = self._served(node, self._parts(space, tokens, at))
-        behind = parts[-1][2] - at if parts else 0
+        behind = self._behind(space, tokens, node, at, self._parts(space, tokens, at)).tokens
         return found._replace(host_hit_length=behind) if behind >= self.least else found
 
     def used(self, key: Any) -> None:
@@ -304,6 +425,10 @@ class HostTier(PrefixSource):
         return bool(getattr(req, "diffkv_waits_for_store", False))
 
     @property
+    def _holds_any(self) -> bool:
+        return bool(self.saved.held or (self.states is not None and self.states.held))
+
+    @property
     def stores(self) -> bool:
         """Whether there is a disk."""
         return isinstance(self.disk, DiskTier)
@@ -315,21 +440,41 @@ class HostTier(PrefixSource):
         parts = parts[: ready.index(False)] if False in ready else parts
         return parts if parts and parts[0][1] == at else []
 
+    def _behind(self, space: Hashable, tokens: np.ndarray, node: Any, at: int, parts: list[Part]) -> Behind:
+        """What may come back of ``parts``, which follow the tree's ``node``, where ``at`` tokens end. Of a model with
+        states that is all up to the last position behind which the host has one."""
+        if self.states is None:
+            parts = self._served(node, parts)
+            return Behind(parts, at, parts[-1][2] if parts else at)
+        start, most = self.tree.depth(self.tree.states.last(node)), parts[-1][2] if parts else at
+        for end, stated in reversed(self.index.states(space, tokens)):
+            state = stated.state
+            if state is None or not start < end <= most or not self.states.ready(state):
+                continue
+            wanted = [(saved, lo, min(hi, end)) for saved, lo, hi in parts if lo < end]
+            if self._served(node, wanted) == wanted:
+                return Behind(wanted, start, end, state)
+        return Behind([], start, start)
+
     def _served(self, node: Any, parts: list[Part]) -> list[Part]:
         """As many of the parts behind the path to ``node`` as a row may read."""
         path: Path = [*self.tree.path(node), *((saved.segment(lo, hi), lo, hi) for saved, lo, hi in parts)]
         end = served_end(path, self.manager.geometry.attention_spans)
         return [part for part in parts if part[2] <= end]
 
-    def _restore(self, req: Any, key: Any, node: Any, parts: list[Part]) -> tuple[int, int]:
-        """Bring back parts that follow the path to ``node``, as many as there is room for. Their tokens, and how many
-        of these have just come from a store."""
-        needed = self.saved.needed(parts)
+    def _restore(self, req: Any, key: Any, node: Any, behind: Behind) -> tuple[int, int]:
+        """Bring back parts that follow the path to ``node``, as many as there is room for; of a model with states all
+        of them, and the state. Tokens that a request finds more, and how many of these have just come from a store."""
+        parts = behind.parts
+        needed = self.saved.needed(parts) if parts else []
         self._restoring = {saved for saved, _, _ in parts}
         self.tree.inc_lock_ref(node)
         came: list[Part] = []
         try:
-            if self._expected_to_fit(req, parts[-1][2], sum(x.pages for x in needed)):
+            fits = not parts or self._expected_to_fit(req, parts[-1][2], sum(x.pages for x in needed))
+            if behind.state is not None:
+                return (behind.tokens if fits and self._restore_state(req, key, node, behind, needed) else 0), 0
+            if fits:
                 whole = self._restore_parts(req, key, node, parts, needed) is not None
                 came = parts if whole else self._restore_first(req, key, node, parts, needed)
         finally:
@@ -339,6 +484,26 @@ class HostTier(PrefixSource):
         for saved, _, _ in came:
             saved.from_store = False
         return sum(hi - lo for _, lo, hi in came), of_store
+
+    def _restore_state(self, req: Any, key: Any, node: Any, behind: Behind, needed: list[Needed]) -> bool:
+        """Bring back a state, and before it the parts behind ``node``, which is locked. False, changing nothing but by
+        eviction, if there is no room."""
+        tree, state = self.tree, behind.state
+        assert self.states is not None and state is not None
+        self._restoring.add(state)
+        slot = tree.states.take_slot()
+        if slot is None:
+            return False
+        if behind.parts:
+            end = self._restore_parts(req, key, node, behind.parts, needed)
+        else:
+            end = tree.node_ending(node, behind.end)
+        if end is None:
+            tree.states.give_slot(slot)
+            return False
+        self.states.restore(state, slot)
+        tree.states.came_back(end, slot)
+        return True
 
     def _restore_first(self, req: Any, key: Any, node: Any, parts: list[Part], needed: list[Needed]) -> list[Part]:
         """Bring back as many of the parts behind ``node``, which is locked, as there is room for; these. There is none
@@ -379,7 +544,7 @@ class HostTier(PrefixSource):
         kv_slots = tree.token_to_kv_pool_allocator.alloc(end - start)
         if kv_slots is None:
             return None
-        segments = self.saved.restore(parts, needed)
+        segments = self.saved.restore(parts, needed, kv_slots.long())
         if segments is None:
             tree.token_to_kv_pool_allocator.free(kv_slots)
             return None
@@ -423,19 +588,22 @@ class HostTier(PrefixSource):
         self.index.clear()
         self.disk.forget_all()
         self.saved.drop_all()
+        if self.states is not None:
+            self.states.drop_all()
 
     # Reports and checks
 
     def report(self) -> dict[str, int]:
         """For ``/server_info``."""
-        size = self.manager.fmt.page_bytes
+        size, slots = self.manager.fmt.page_bytes, self.states or self.saved.drafts
         return {
             **self.counts,
             "tokens": self.index.tokens,
-            "host_bytes": sum(saved.host_pages for saved in self.saved.held) * size,
-            "host_bytes_most": self.host.count * size,
-            "bytes_out": self.saved.bytes_out,
-            "bytes_in": self.saved.bytes_in,
+            "host_bytes": sum(x.host_pages for x in self.saved.held) * size + (slots.bytes_held if slots else 0),
+            "host_bytes_most": self.host.count * size + (slots.bytes_most if slots else 0),
+            "bytes_out": self.saved.bytes_out + (slots.bytes_out if slots else 0),
+            "bytes_in": self.saved.bytes_in + (slots.bytes_in if slots else 0),
+            **({"states": len(self.states.held)} if self.states else {}),
         }
 
     def report_of_store(self) -> dict[str, float]:
@@ -446,19 +614,25 @@ class HostTier(PrefixSource):
         return {"host_prefixes": self.report(), "stored_prefixes": self.report_of_store()}
 
     def digest(self) -> Any:
-        return self.index.tokens, self.host.free, len(self._unwritten), *self.counts.values(), self.disk.digest()
+        slots = self.states or self.saved.drafts
+        held = self.index.tokens, self.host.free, slots and slots.host.free, len(self._unwritten)
+        return *held, *self.counts.values(), self.disk.digest()
 
     def check_integrity(self) -> None:
         """Raise AssertionError unless index and host memory agree."""
         assert not self._restoring and self._admitting is None, "a request is admitted for ever"
         self.saved.check_integrity()
         self.disk.check_integrity()
-        self.index.check_integrity(self.saved.held)
+        self.index.check_integrity(self.saved.held, self.states.held if self.states is not None else ())
 
 
 def _without_host(req: Any) -> bool:
     """Whether a request is to be computed, whatever the host has."""
     return getattr(req, "diffkv_without_host", False) or getattr(req, "diffkv_started_over", False)
+
+
+def _tokens_of(segments: Iterable[Segment]) -> int:
+    return sum(segment.hi - segment.lo for segment in segments)
 
 
 def space_of(key: Any) -> Hashable:

@@ -5,7 +5,8 @@ is kept. States lie in slots of SGLang's pool, as those of running requests do, 
 
 - a *request*, from the pass that begins its prompt until it leaves its row;
 - a *snapshot*: a copy of a request's state behind a pass, until the prefix cache has taken the tokens before it;
-- a *node* of the prefix cache, which ends where the state stands.
+- a *node* of the prefix cache, which ends where the state stands. With host memory for prefixes a state goes there too
+  (``HostTier``), and may come back to a slot of a node.
 
 Copies are launched between the passes that write and read the slots, on their stream: of a prefix before the pass that
 goes on from it (SGLang's own copy-on-write), snapshots behind the pass. A request that ends gives its slot to the tree
@@ -179,12 +180,16 @@ class KeptStates(NodeStates):
         else:
             self.of_nodes[node] = slot
             self.tree.told.end_came(node)
+            for source in self.tree.sources:
+                source.state_came(node)
         self.of_nodes.move_to_end(node)
 
     def drop(self, node: Any) -> None:
         """The node leaves the tree, or its state has to go."""
         slot = self.of_nodes.pop(node, None)
         if slot is not None:
+            for source in self.tree.sources:
+                source.state_changing(slot)
             self._free(slot)
             self.tree.told.end_went(node)
 
@@ -200,16 +205,30 @@ class KeptStates(NodeStates):
         for node in list(self.of_nodes):
             self.drop(node)
 
+    # Host memory
+
+    def take_slot(self) -> torch.Tensor | None:
+        """Requests that are admitted, but not begun, still have to find the states that they go on from."""
+        return self.rows.mamba_allocator.alloc(1) if self._make_room(1, unlocked=True) else None
+
+    def give_slot(self, slot: torch.Tensor) -> None:
+        self._free(slot)
+
+    def came_back(self, node: Any, slot: torch.Tensor) -> None:
+        self._keep(node, slot)
+
     # Slots
 
-    def _make_room(self, count: int, *, snapshots: bool = False) -> bool:
+    def _make_room(self, count: int, *, snapshots: bool = False, unlocked: bool = False) -> bool:
         """Have so many slots free, at the cost of states that no request of the batch goes on from; with ``snapshots``
-        of these too. False if that is not possible."""
+        of these too. ``unlocked``: only at the cost of what no request reads. False if that is not possible."""
         allocator = self.rows.mamba_allocator
         while allocator.available_size() < count:
-            free = [node for node in self.of_nodes if node not in self._read]
+            free = [x for x in self.of_nodes if x not in self._read and not (unlocked and x.lock_ref > 0)]
             victim = next((x for x in free if not self.tree.sessions.referenced(x)), free[0] if free else None)
             if victim is not None:
+                for source in self.tree.sources:
+                    source.state_leaving(victim)
                 self.drop(victim)
             elif not (snapshots and self._drop_snapshot()):
                 return False

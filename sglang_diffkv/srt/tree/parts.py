@@ -42,8 +42,22 @@ class NodeStates(RequestListener):
         """Whether a match may end with the node."""
         return True
 
+    def last(self, node: Any) -> Any:
+        """The last node on the path to ``node`` that a request may go on from."""
+        return node
+
     def used(self, node: Any) -> None:
         """A request waits that will go on from ``node``, or from a node before it."""
+
+    def take_slot(self) -> torch.Tensor | None:
+        """A slot (int64 [1]) for a state that comes back; None if there is none that the tree may give."""
+        return None
+
+    def give_slot(self, slot: torch.Tensor) -> None:
+        """Nothing came to a slot that was taken."""
+
+    def came_back(self, node: Any, slot: torch.Tensor) -> None:
+        """The state behind ``node`` is in a slot that was taken."""
 
     def drop(self, node: Any) -> None:
         """The node leaves the tree."""
@@ -156,6 +170,15 @@ class PrefixSource(RequestListener):
 
     def leaving(self, nodes: list[Any]) -> None:
         """Nodes of one segment are about to be evicted, the first of them a leaf."""
+
+    def state_came(self, node: Any) -> None:
+        """A node got a state."""
+
+    def state_leaving(self, node: Any) -> None:
+        """A node of the tree is about to lose its state alone."""
+
+    def state_changing(self, slot: torch.Tensor) -> None:
+        """The slot of a node's state (int64 [1]) is about to be given back."""
 
     def used(self, key: Any) -> None:
         """A request waits for what is kept of SGLang's RadixKey ``key``."""

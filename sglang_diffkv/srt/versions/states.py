@@ -31,6 +31,12 @@ def model_has_states(server_args: Any) -> bool:
     return mambaish_config(model_config_of(server_args)) is not None
 
 
+def state_buffers(rows: Any) -> list[Any]:
+    """Where the states of all slots lie: tensors [layers, slots, ...], for SGLang's table of requests."""
+    cache = rows.mamba_pool.mamba_cache
+    return [*cache.conv, cache.temporal]
+
+
 def state_slot(req: Any) -> Any:
     """Number of the request's state slot, an int64 tensor of no dimensions; None while it has none."""
     return getattr(kv_of(req), "mamba_pool_idx", None)
