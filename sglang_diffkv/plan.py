@@ -19,8 +19,8 @@ from sglang_diffkv.layout.state import TABLE_BLOCK, PageState
 from sglang_diffkv.mem_pool.footprint import MIB, Footprint
 from sglang_diffkv.mem_pool.host_pages import GIB
 from sglang_diffkv.mem_pool.ledger import pages_for
+from sglang_diffkv.mem_pool.page_copies import staging_pages
 from sglang_diffkv.mem_pool.running import query_cache
-from sglang_diffkv.mem_pool.saved_rows import staging_pages
 from sglang_diffkv.ops import Ops, ReferenceOps
 from sglang_diffkv.policies.base import Policy, kv_slots_of
 

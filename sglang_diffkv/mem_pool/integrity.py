@@ -26,6 +26,8 @@ def check_integrity(manager: PageManager) -> None:
     manager.windows.check_integrity()
     if manager.saved is not None:
         manager.saved.check_integrity()
+    if manager.transfer is not None:
+        manager.transfer.check_integrity()
     if manager.running is not None:
         manager.running.check_integrity()
 

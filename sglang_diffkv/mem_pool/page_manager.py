@@ -9,6 +9,7 @@ and each writes its own fields only:
 - ``SegmentStore``: segments of the prefix cache; ``Prompts``: what happens at the end of prompts;
 - ``SavedRows``: rows of retracted requests in host memory; ``SavedSegments``: evicted prefixes there. None where they
   are not kept;
+- ``RowTransfer``: rows on their way between servers; None where one server does all;
 - ``RunningCompression``: where requests hold a budget while they run; None where the policy has none.
 """
 
@@ -30,6 +31,7 @@ from sglang_diffkv.mem_pool.device import OpsOf, PageDevice
 from sglang_diffkv.mem_pool.high_rows import HighRows
 from sglang_diffkv.mem_pool.pressure import Pressure
 from sglang_diffkv.mem_pool.prompts import Prompts
+from sglang_diffkv.mem_pool.row_transfer import RowTransfer
 from sglang_diffkv.mem_pool.row_windows import RowWindows
 from sglang_diffkv.mem_pool.rows import RequestRows
 from sglang_diffkv.mem_pool.running import RunningCompression, query_cache
@@ -54,6 +56,7 @@ class PageManager:
             former go there. write_policy: when the latter do (SGLang's name of it); empty if they do not.
         high_rows: whether requests may keep all tokens in the high tier. Not where they hold budgets. most_window: the
             largest window that a request may have for itself; 0: all have the policy's.
+        transfer_blocks: blocks of host memory for rows that go to another server, or come from one; 0: none do.
     """
 
     def __init__(
@@ -72,6 +75,7 @@ class PageManager:
         write_policy: str = "",
         high_rows: bool = False,
         most_window: int = 0,
+        transfer_blocks: int = 0,
     ):
         self.geometry, self.fmt, self.policy = geometry, geometry.fmt, policy
         self.ranks = ranks or Ranks()
@@ -98,6 +102,10 @@ class PageManager:
             parts = (self.device, self.rows, self.counts, self.segments)
             self.saved = SavedRows(*parts, host_pages, in_parts=bool(write_policy))
             self.saved_segments = SavedSegments(self.device, self.saved) if write_policy else None
+        self.transfer: RowTransfer | None = None
+        if transfer_blocks:
+            known = (self.device, self.rows, self.counts, self.high, self.windows)
+            self.transfer = RowTransfer(*known, transfer_blocks)
         self.running = self._running_budgets(self.q_heads)
         self._computed: LaunchedStep | None = None
         """A pass whose last layer is launched, until ``end_pass``."""
@@ -301,6 +309,8 @@ class PageManager:
             self.running.forget(row)
         if self.pressure is not None:
             self.pressure.forget(row)
+        if self.transfer is not None:
+            self.transfer.forget(row)
         self.prompts.forget(row)
         self.device.release(row)
         self.counts.forget(row)
