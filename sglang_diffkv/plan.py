@@ -102,6 +102,8 @@ class MemoryPlan:
     """Whether what retracted requests hold goes to host memory."""
     host_tier: HostTierPlan | None = None
     """Host memory for evicted prefixes; None if they are gone."""
+    transfers: bool = False
+    """Whether rows go to another server, or come from one."""
     mixed_chunks: bool = False
     """Whether requests decode in passes over prompts too."""
 
@@ -201,6 +203,7 @@ class MemoryPlan:
         host_pages, page_bytes = self.host_pages(geometry), self.fmt.page_bytes
         staged = staging_pages(self.fmt, geometry.num_pages) if self.gpu and host_pages else 0
         staged *= 1 if self.host_tier is None else 2
+        staged += staging_pages(self.fmt, geometry.num_pages) if self.gpu and self.transfers else 0
         return Footprint.of(
             state, geometry, ops, kv_slots=kv_slots, exact=exact, queries=queries, draft_bytes=self.draft_bytes,
             staging_bytes=staged * page_bytes, host_bytes=host_pages * page_bytes,

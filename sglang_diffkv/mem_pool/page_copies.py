@@ -23,7 +23,8 @@ def staging_pages(fmt: PageFormat, num_pages: int) -> int:
 class HostMemory(Protocol):
     """Pages on the host, [count, page_bytes] uint8. No copy may reach over ``end_of_part`` of its first page."""
 
-    pages: torch.Tensor
+    @property
+    def pages(self) -> torch.Tensor: ...
 
     def end_of_part(self, page: int) -> int: ...
 

@@ -18,10 +18,13 @@ The numbers are those of ``PageState``. Heads count over layers, and T is the nu
 multiple of their size, as the device has them, in the order of the ranges: ``before`` of the header says how many pages
 the head takes.
 
-The header says what the row is: ``length`` of its sequence, ``frozen`` (first tokens that it may not write any more;
--1: it was not frozen), ``window`` of its own (0: the policy's), ``high`` (whether all its tokens stay in the high
-tier), and ``pages``, the checksum of the pages. ``room`` is the number under which the two servers speak of the
-request, so that bytes of another one are not taken for it. The fields of ``Origin`` say of what the pages are.
+The header says what the row is:
+
+- ``length`` of its sequence, and ``frozen``: its first tokens that it may not write any more. -1: it was not frozen.
+- ``window`` of its own, 0 for the policy's, and ``high``: whether all its tokens stay in the high tier.
+- ``pages``: the checksum of the pages. ``room``: the number under which the two servers speak of the request. So bytes
+  of another request are not taken for it.
+- The fields of ``Origin``: of what the pages are.
 
 A reader takes nothing on trust. What is wrong raises ``ObjectRefused``. Checksums find damage, not forgery: who may
 write to a server's memory may change its replies.

@@ -28,6 +28,7 @@ import torch
 
 from sglang_diffkv.kernels.table import head_index, put_entries, table_column
 from sglang_diffkv.layout.geometry import Geometry
+from sglang_diffkv.layout.page_format import EMPTY
 from sglang_diffkv.layout.state import NO_LIMIT
 from sglang_diffkv.layout.transfer import to_host
 from sglang_diffkv.mem_pool.counts import PageCounts
@@ -98,6 +99,7 @@ class TransferRoom:
         page_bytes, self.per_block = geometry.fmt.page_bytes, block_pages(geometry)
         self._blocks = HostPages(count, self.per_block * page_bytes, pinned=pinned)
         self.pages = self._blocks.pages.view(-1, page_bytes)
+        self._second = torch.zeros(count, 8, dtype=torch.uint8)
         self._aside: deque[tuple[float, list[Run]]] = deque()
 
     @property
@@ -113,6 +115,12 @@ class TransferRoom:
     def used(self) -> int:
         """Blocks that somebody has, or that are set aside."""
         return self._blocks.used
+
+    def regions(self) -> tuple[list[int], list[int], list[int]]:
+        """What a transfer engine registers: addresses, bytes, and bytes of an item. An item of the first region is a
+        block; of the second it is nothing that anybody reads, as engines take two."""
+        found = self._blocks.pages, self._second
+        return [x.data_ptr() for x in found], [x.nbytes for x in found], [int(x.shape[1]) for x in found]
 
     def end_of_part(self, page: int) -> int:
         """As ``HostPages``: all of it is pinned together."""
@@ -194,6 +202,25 @@ class RowExport:
         return self.sealing is not None and self.sealing.done() and not self.problem
 
 
+@dataclass(frozen=True, eq=False)
+class KeptRow:
+    """A row of a request that was retracted, in host memory of its own.
+
+    Attributes:
+        length: tokens that are kept. pages: [n, page_bytes] uint8.
+    """
+
+    length: int
+    high: bool
+    window: int
+    numbers: RowNumbers
+    pages: torch.Tensor
+
+    def end_of_part(self, page: int) -> int:
+        """As ``HostPages``."""
+        return len(self.pages)
+
+
 @dataclass(eq=False)
 class RowImport:
     """A row that is expected, in ``blocks``. ``reading``: what is found there once somebody has looked."""
@@ -237,6 +264,11 @@ class RowTransfer:
         if on_gpu:
             size = (staging_pages(device.fmt, device.geometry.num_pages), device.fmt.page_bytes)
             self._staging = torch.empty(size, dtype=torch.uint8, device=device.state.device)
+
+    @property
+    def staging_bytes(self) -> int:
+        """Bytes of the device that pages pass through."""
+        return 0 if self._staging is None else self._staging.nbytes
 
     # Out
 
@@ -413,6 +445,8 @@ class RowTransfer:
         head = wanted.reading.result()
         if head.numbers.pages > most_row_pages(self.geometry, head.length):
             raise NoRoom("it has more pages than were set aside for it")
+        if head.numbers.pages > self.counts.free_bound() - self.counts.headroom_bound():
+            raise NoRoom("it has more pages than are free")
         numbers, runs = head.numbers, self.room.pages_of(wanted.blocks)
         self._make(row, head.length, head.frozen, numbers)
         runs = first_of(_without(runs, int(head.header["before"])), numbers.pages)
@@ -429,6 +463,40 @@ class RowTransfer:
         self._leaving.append((event, wanted.blocks))
         self.received += 1
         self.tend()
+
+    # Requests that are retracted where there is no prefix cache
+
+    def keep(self, row: int, length: int) -> KeptRow:
+        """Copy the first ``length`` tokens of a row to host memory. Waits for the device. They come back as pages that
+        the row may not write, since the device may have stored one token more."""
+        state, tables = self.device.state, []
+        with self.device.launching():
+            for tier in range(self._tiers):
+                tables.append(self.device.table_of(row, tier, length))
+            pages = torch.cat([page[used] for page, used, _ in tables])
+            ranges = torch.cat([known[1:, used] for _, used, known in tables], dim=1).cpu().numpy()
+            entries = state.entries[row].flatten(0, 1).cpu().numpy()
+            size = (len(pages), self.device.fmt.page_bytes)
+            host = torch.empty(size, dtype=torch.uint8, pin_memory=state.pages.is_cuda)
+            counts = np.stack([entries, entries, np.zeros_like(entries)])
+            numbers = RowNumbers.of(counts, np.full(len(entries), EMPTY), ranges)
+            window = self.windows.window_of(row) if row in self.windows else 0
+            kept = KeptRow(length, row in self.high, window, numbers, host)
+            copy_out(state.pages, pages, kept, [(0, len(pages))] if len(pages) else [], self._staging)
+        return kept
+
+    def bring_back(self, kept: KeptRow, row: int) -> None:
+        """Make an empty row of what was kept. The caller has made sure of the pages. Nothing waits for the device.
+
+        Raises TableFull and torch.OutOfMemoryError, leaving the row empty.
+        """
+        count = kept.numbers.pages
+        self._make(row, kept.length, kept.length, kept.numbers)
+        with self.device.launching():
+            pages = self._fill(row, kept.numbers)
+            runs = [(0, count)] if count else []
+            copy_in(self.device.state.pages, kept, runs, np.ones(count, dtype=bool), pages, self._staging)
+        self._mark(row, {"high": kept.high, "window": kept.window})
 
     def restore_nothing(self, row: int, tokens: int) -> None:
         """An empty row is of a prompt of so many tokens, none of which is stored: for requests of the server's own, by

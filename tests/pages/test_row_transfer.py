@@ -100,9 +100,7 @@ def same(one: PageManager, row: int, other: PageManager, there: int) -> None:
         np.testing.assert_array_equal(left, right)
 
 
-@pytest.mark.parametrize(
-    ("tiers", "position_bytes"), [(PAIR, 2), (("BF16",), 2), (FOUR, 2), (("K8V4",), 4)], ids=str
-)
+@pytest.mark.parametrize(("tiers", "position_bytes"), [(PAIR, 2), (("BF16",), 2), (FOUR, 2), (("K8V4",), 4)], ids=str)
 @pytest.mark.parametrize("tokens", [1, 11, 45])
 def test_a_row_is_the_same_and_generates_the_same(tiers: tuple[str, ...], position_bytes: int, tokens: int) -> None:
     """Shorter than the window, too short to be frozen, and frozen up to its tail. Other requests have shuffled the

@@ -42,6 +42,9 @@ READ_LATE = {
     "SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR",
     "SGLANG_INIT_NEW_TOKEN_RATIO",
     "PYTEST_CURRENT_TEST",
+    "PYTHONPATH",
+    "SGLANG_HOST_IP",
+    "LOOPBACK_ENGINE_SECONDS",
 }
 """Variables that no module reads when it is imported."""
 HANDLED = (signal.SIGCHLD, signal.SIGINT, signal.SIGQUIT, signal.SIGTERM, signal.SIGUSR1)
@@ -174,6 +177,7 @@ def become_server(argv: list[str], env: dict[str, str], log: int) -> None:
     os.close(log)
     os.environ.clear()
     os.environ.update(env)
+    sys.path[:0] = [path for path in env.get("PYTHONPATH", "").split(os.pathsep) if path not in ("", *sys.path)]
     fork_children()
     sys.argv = list(argv)
     status = 0

@@ -30,7 +30,7 @@ from sglang_diffkv.srt.models.scaling import attention_layers, layer_scalings, l
 from sglang_diffkv.srt.models.speculation import check_drafts, draft_room, drafts_of, longest_row
 from sglang_diffkv.srt.pool import DiffKVPool
 from sglang_diffkv.srt.scheduling.allocator import SERVED, DiffKVAllocator
-from sglang_diffkv.srt.startup import own_choice, own_means, tree_pages
+from sglang_diffkv.srt.startup import disaggregation, own_choice, own_means, tree_pages
 from sglang_diffkv.srt.startup.disk_store import opened
 from sglang_diffkv.srt.startup.draft_model import bytes_of_slot
 from sglang_diffkv.srt.startup.host_memory import describe, host_tier
@@ -84,7 +84,9 @@ def memory_plan(configurator: Any) -> MemoryPlan:
     plan = MemoryPlan.of(configurator, config, len(layers), longest, attention_spans, draft_bytes)
     mixed_chunks = bool(getattr(compat.resolved(configurator.server_args), "enable_mixed_chunk", False))
     retracted, tier = not why_recomputed(configurator, config), host_tier(configurator)
-    return replace(plan, keeps_retracted=retracted, host_tier=tier, mixed_chunks=mixed_chunks)
+    transfers = disaggregation.mode_of(configurator.server_args) != disaggregation.OFF
+    plan = replace(plan, keeps_retracted=retracted, host_tier=tier, mixed_chunks=mixed_chunks)
+    return replace(plan, transfers=transfers)
 
 
 class PoolConfigurator(MemoryPoolConfigurator):
@@ -161,6 +163,7 @@ def build_allocator(configurator: Any, pool: DiffKVPool, rows: Any) -> DiffKVAll
         most_window=plan.config.request_window,
         keeps_retracted=plan.keeps_retracted,
         write_policy="" if plan.host_tier is None else plan.host_tier.write_policy,
+        transfer_blocks=disaggregation.transfer_blocks(configurator.server_args, geometry),
     )
     if manager.running is not None and pool.size < manager.running.least_capacity:
         raise UnsupportedError(

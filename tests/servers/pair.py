@@ -1,0 +1,85 @@
+"""Two servers of which one computes prompts and the other goes on with them, and what a router does between them."""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import requests
+
+from benchmarks.paths import NANO
+from sglang_diffkv.evaluate.ports import Port
+from sglang_diffkv.evaluate.server import Server
+from tests.servers.loopback.mooncake.engine import SECONDS_ENV
+from tests.servers.shared import START_TIMEOUT, STRICT
+
+ENGINE = Path(__file__).parent / "loopback"
+_ROOMS = itertools.count((os.getpid() << 32) + 1)
+
+
+class Pair:
+    """A prefill server and a decode server.
+
+    Args:
+        config, decode_config: the plugin's configuration of both, or of the second one alone. args, decode_args: the
+            same of further arguments. seconds: that each write between them takes.
+    """
+
+    def __init__(
+        self,
+        config: Mapping[str, Any],
+        args: Sequence[str] = (),
+        *,
+        decode_config: Mapping[str, Any] | None = None,
+        decode_args: Sequence[str] = (),
+        seconds: float = 0.0,
+    ):
+        self.bootstrap = Port()
+        paths = os.pathsep.join([str(ENGINE), *os.environ.get("PYTHONPATH", "").split(os.pathsep)])
+        env = {**STRICT, "PYTHONPATH": paths, "SGLANG_HOST_IP": "127.0.0.1", SECONDS_ENV: str(seconds)}
+
+        def server(mode: str, of_it: Mapping[str, Any], more: Sequence[str]) -> Server:
+            own = ["--disaggregation-mode", mode, "--disaggregation-transfer-backend", "mooncake"]
+            own += ["--disaggregation-bootstrap-port", str(self.bootstrap.number), *args, *more]
+            return Server(NANO, "diffkv", own, diffkv_config=of_it, env=env, timeout=START_TIMEOUT)
+
+        self.prefill = server("prefill", config, ())
+        self.decode = server("decode", decode_config or config, decode_args)
+
+    def __enter__(self) -> Pair:
+        with ThreadPoolExecutor(2) as threads:
+            for started in [threads.submit(x.start) for x in (self.prefill, self.decode)]:
+                started.result()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for server in (self.prefill, self.decode):
+            server.stop(grace=5.0)
+
+    def ask(self, payload: Mapping[str, Any], *, timeout: float = 120.0) -> tuple[requests.Response, requests.Response]:
+        """Both servers' responses to one request, as a router sends it to both."""
+        room = {
+            "bootstrap_host": "127.0.0.1", "bootstrap_port": self.bootstrap.number, "bootstrap_room": next(_ROOMS),
+        }  # fmt: skip
+        with ThreadPoolExecutor(2) as threads:
+            both = [
+                threads.submit(server.post, "/generate", {**payload, **room}, timeout=timeout)
+                for server in (self.prefill, self.decode)
+            ]
+            return both[0].result(), both[1].result()
+
+    def reply(self, prompt: Sequence[int], new_tokens: int, **more: Any) -> list[int]:
+        """Output tokens, greedily."""
+        _, response = self.ask(request(prompt, new_tokens, **more))
+        response.raise_for_status()
+        return list(response.json()["output_ids"])
+
+
+def request(prompt: Sequence[int], new_tokens: int, **more: Any) -> dict[str, Any]:
+    """A request for so many tokens, greedily."""
+    parameters = {"temperature": 0, "max_new_tokens": new_tokens, "ignore_eos": True, **more}
+    return {"input_ids": list(prompt), "sampling_params": parameters}
