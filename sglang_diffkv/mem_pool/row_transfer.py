@@ -223,8 +223,10 @@ class KeptRow:
 
 @dataclass(eq=False)
 class RowImport:
-    """A row that is expected, in ``blocks``. ``reading``: what is found there once somebody has looked."""
+    """A row of so many ``tokens`` that is expected, in ``blocks``. ``reading``: what is found there once somebody has
+    looked."""
 
+    tokens: int
     blocks: list[Run]
     reading: Future[RowHead] | None = None
 
@@ -288,8 +290,9 @@ class RowTransfer:
             ranges = torch.cat([known[1:] for _, _, known in tables], dim=1)
             counts = [x[row].flatten() for x in (state.entries, state.own_entry, state.own_tokens, state.hole)]
             listed = torch.cat([*counts, state.fault[row].view(1), used, ranges.flatten()])
+            pages = torch.cat([page for page, _, _ in tables])
             listed, event = to_host(listed)
-        export = RowExport(row, most, header, listed, event, torch.cat([page for page, _, _ in tables]))
+        export = RowExport(row, most, header, listed, event, pages)
         self._exports.add(export)
         return export
 
@@ -338,7 +341,8 @@ class RowTransfer:
                 f"server has set {export.most} aside for it"
             )
         else:
-            export.pages = export.pages[self.device.to_device(chosen.nonzero()[0])]
+            with self.device.launching():
+                export.pages = export.pages[self.device.to_device(chosen.nonzero()[0])]
 
     def _head_pages(self, pages: int) -> int:
         """Pages before those of an object of so many."""
@@ -400,6 +404,11 @@ class RowTransfer:
 
     # In
 
+    def can_expect(self, tokens: int) -> bool:
+        """Whether there are blocks for the row of a prompt of so many tokens."""
+        self.tend()
+        return self.room.has(blocks_for(self.geometry, tokens))
+
     def expect(self, tokens: int) -> RowImport | None:
         """Blocks for the row of a prompt of so many tokens; None, changing nothing, if there are not so many."""
         blocks = self.room.take(blocks_for(self.geometry, tokens))
@@ -407,7 +416,7 @@ class RowTransfer:
             return None
         for view in self.room.bytes_of(first_of(self.room.pages_of(blocks), 1)):
             view[: PREFIX.size] = bytes(PREFIX.size)  # an object that was here before is none of this request
-        found = RowImport(blocks)
+        found = RowImport(tokens, blocks)
         self._imports.add(found)
         return found
 
@@ -443,6 +452,8 @@ class RowTransfer:
         """
         assert wanted.reading is not None and wanted.reading.done(), "nobody has looked at it"
         head = wanted.reading.result()
+        if head.length != wanted.tokens:
+            raise ObjectRefused("tokens", "it has another length than its prompt")
         if head.numbers.pages > most_row_pages(self.geometry, head.length):
             raise NoRoom("it has more pages than were set aside for it")
         if head.numbers.pages > self.counts.free_bound() - self.counts.headroom_bound():

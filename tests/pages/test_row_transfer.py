@@ -390,3 +390,51 @@ def test_a_row_of_nothing_generates() -> None:
     check(session.manager)
     session.release(2)
     check(session.manager)
+
+
+# Retracted requests of a server without a prefix cache
+
+
+@pytest.mark.parametrize("tiers", [PAIR, ("BF16",), FOUR], ids=str)
+def test_a_retracted_row_comes_back_without_the_token_that_came_too_late(tiers: tuple[str, ...]) -> None:
+    """Its pages are others' meanwhile. What was known of it is there again, in pages that it may not write."""
+    session = server(tiers)
+    session.extend({2: 45}, check=False)
+    session.end_prompt(2)
+    for _ in range(14):
+        session.step([2], check=False)
+    before = {at: seen for at, seen in seen_by(session.manager, 2).items() if at[3] < 58}
+    kept = ways(session).keep(2, 58)
+    dense = session.dense[2].cut(0, 58)
+    session.release(2)
+    session.extend({1: 70}, check=False)
+    assert kept.numbers.pages <= session.manager.device.free_pages()
+    ways(session).bring_back(kept, 5)
+    session.dense[5], session.own_from[5] = dense, 58
+    after = seen_by(session.manager, 5)
+    assert after.keys() == before.keys() and len(after) > 60
+    assert all(after[at][0] == before[at][0] and after[at][1] == before[at][1] for at in before)
+    assert session.manager.rows.length(5) == session.manager.rows.frozen(5) == 58
+    for _ in range(12):
+        session.step([5], check=False)
+    check(session.manager)
+    session.release(5)
+    session.release(1)
+    check(session.manager)
+    assert session.manager.device.free_pages() == session.state.num_pages
+
+
+def test_what_a_retracted_request_asked_for_itself_comes_back() -> None:
+    session = server(high_rows=True, most_window=64)
+    session.manager.high.keep(1)
+    session.manager.windows.keep(2, 21)
+    for row in (1, 2):
+        session.extend({row: 33}, check=False)
+        session.end_prompt(row)
+    kept = [ways(session).keep(row, 33) for row in (1, 2)]
+    for row in (1, 2):
+        session.release(row)
+    for saved, row in zip(kept, (4, 5), strict=True):
+        ways(session).bring_back(saved, row)
+    assert 4 in session.manager.high and session.manager.windows.window_of(5) == 21
+    check(session.manager)

@@ -38,17 +38,20 @@ class Pair:
         decode_args: Sequence[str] = (),
         seconds: float = 0.0,
     ):
-        self.bootstrap = Port()
+        self.bootstrap, self._args, self._seconds = Port(), args, seconds
+        self.prefill = self._server("prefill", config, ())
+        self.decode = self._server("decode", decode_config or config, decode_args)
+
+    def _server(self, mode: str, config: Mapping[str, Any], args: Sequence[str]) -> Server:
         paths = os.pathsep.join([str(ENGINE), *os.environ.get("PYTHONPATH", "").split(os.pathsep)])
-        env = {**STRICT, "PYTHONPATH": paths, "SGLANG_HOST_IP": "127.0.0.1", SECONDS_ENV: str(seconds)}
+        env = {**STRICT, "PYTHONPATH": paths, "SGLANG_HOST_IP": "127.0.0.1", SECONDS_ENV: str(self._seconds)}
+        own = ["--disaggregation-mode", mode, "--disaggregation-transfer-backend", "mooncake"]
+        own += ["--disaggregation-bootstrap-port", str(self.bootstrap.number), *self._args, *args]
+        return Server(NANO, "diffkv", own, diffkv_config=config, env=env, timeout=START_TIMEOUT)
 
-        def server(mode: str, of_it: Mapping[str, Any], more: Sequence[str]) -> Server:
-            own = ["--disaggregation-mode", mode, "--disaggregation-transfer-backend", "mooncake"]
-            own += ["--disaggregation-bootstrap-port", str(self.bootstrap.number), *args, *more]
-            return Server(NANO, "diffkv", own, diffkv_config=of_it, env=env, timeout=START_TIMEOUT)
-
-        self.prefill = server("prefill", config, ())
-        self.decode = server("decode", decode_config or config, decode_args)
+    def another_decode(self, config: Mapping[str, Any]) -> Server:
+        """A further decode server, which is to be entered."""
+        return self._server("decode", config, ())
 
     def __enter__(self) -> Pair:
         with ThreadPoolExecutor(2) as threads:
@@ -60,15 +63,17 @@ class Pair:
         for server in (self.prefill, self.decode):
             server.stop(grace=5.0)
 
-    def ask(self, payload: Mapping[str, Any], *, timeout: float = 120.0) -> tuple[requests.Response, requests.Response]:
-        """Both servers' responses to one request, as a router sends it to both."""
+    def ask(
+        self, payload: Mapping[str, Any], *, decode: Server | None = None, timeout: float = 120.0
+    ) -> tuple[requests.Response, requests.Response]:
+        """Both servers' responses to one request, as a router sends it to both. ``decode``: in the place of its own."""
         room = {
             "bootstrap_host": "127.0.0.1", "bootstrap_port": self.bootstrap.number, "bootstrap_room": next(_ROOMS),
         }  # fmt: skip
         with ThreadPoolExecutor(2) as threads:
             both = [
                 threads.submit(server.post, "/generate", {**payload, **room}, timeout=timeout)
-                for server in (self.prefill, self.decode)
+                for server in (self.prefill, decode or self.decode)
             ]
             return both[0].result(), both[1].result()
 

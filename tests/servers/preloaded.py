@@ -23,6 +23,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 import traceback
 import warnings
@@ -82,6 +83,7 @@ class Preloaded:
     def __init__(self) -> None:
         inherited = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
         self.env = {**inherited, **CPU_ENV, **OFFLINE_ENV}
+        self._asking = threading.Lock()  # servers may be started side by side
         self._socket: socket.socket | None = None
         self._process: subprocess.Popen[bytes] | None = None
 
@@ -98,14 +100,15 @@ class Preloaded:
 
     def ask(self, message: dict[str, Any], *files: int) -> dict[str, Any]:
         """The answer to a message, with which open files may go."""
-        if self._socket is None:
-            self._start()
-        assert self._socket is not None
         data = json.dumps(message).encode()
         assert len(data) < LARGEST
         rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", files))] if files else []
-        self._socket.sendmsg([data], rights)
-        answer = self._socket.recv(LARGEST)
+        with self._asking:
+            if self._socket is None:
+                self._start()
+            assert self._socket is not None
+            self._socket.sendmsg([data], rights)
+            answer = self._socket.recv(LARGEST)
         if not answer:
             raise RuntimeError("the process that servers are forked from has ended")
         return dict(json.loads(answer))

@@ -3,12 +3,13 @@ ends its own request alone, and no page or block is lost on either."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
-from typing import Any
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 
 import pytest
 
-from sglang_diffkv.evaluate.server import Server
 from sglang_diffkv.srt.versions import compat
 from tests.helpers import until
 from tests.servers.pair import Pair, request
@@ -32,6 +33,11 @@ PROMPTS = [prompt(5, 2), prompt(47, 3), prompt(333, 4), PREFIX + prompt(70, 5), 
 """Shorter than the window, frozen, in chunks, and two that share a prefix."""
 
 
+ROOMY = ("--max-total-tokens", "16384", "--chunked-prefill-size", "128")
+TIGHT = ("--max-total-tokens", "620", "--num-reserved-decode-tokens", "16")
+"""Three or four of the replies below fill the pool of the decode server."""
+
+
 def settled(pair: Pair) -> None:
     """Nothing is on its way, and no page, block or request is left behind."""
     for server in (pair.prefill, pair.decode):
@@ -40,35 +46,79 @@ def settled(pair: Pair) -> None:
 
 
 @pytest.fixture(scope="module")
-def pair() -> Iterator[Pair]:
-    with Pair(DEFAULT, ("--chunked-prefill-size", "128")) as found:
+def pairs() -> Iterator[dict[str, Pair]]:
+    """Of each configuration, started together. The decode server of the lossless one is small."""
+    found = {"default": Pair(DEFAULT, ROOMY), "lossless": Pair(LOSSLESS, ROOMY, decode_args=TIGHT)}
+    with ExitStack() as stack:
+        for pair in found.values():
+            stack.enter_context(pair)
         yield found
 
 
-@pytest.mark.parametrize("config", [DEFAULT, LOSSLESS], ids=["default", "lossless"])
-def test_two_servers_give_the_tokens_of_one(
-    config: dict[str, Any], request_pair: Any, shared_server: SharedServer
-) -> None:
-    two: Pair = request_pair(config)
-    replies = [two.reply(x, 60) for x in PROMPTS]
-    one: Server = shared_server.get("diffkv", ("--chunked-prefill-size", "128"), config=config, env=STRICT)
-    assert replies == [one.generate(request(x, 60))["output_ids"] for x in PROMPTS]
+@pytest.mark.parametrize("name", ["default", "lossless"])
+def test_two_servers_give_the_tokens_of_one(name: str, pairs: dict[str, Pair], shared_server: SharedServer) -> None:
+    two, config = pairs[name], {"default": DEFAULT, "lossless": LOSSLESS}[name]
+    replies = [two.reply(x, 40) for x in PROMPTS]
+    one = shared_server.get("diffkv", ROOMY, config=config, env=STRICT)
+    assert replies == [one.generate(request(x, 40))["output_ids"] for x in PROMPTS]
     sent, received = (stats_of(server)["transfer"] for server in (two.prefill, two.decode))
     assert (sent["sent"], received["received"]) == (len(PROMPTS), len(PROMPTS))
     settled(two)
 
 
-@pytest.fixture
-def request_pair(pair: Pair) -> Iterator[Any]:
-    """The shared pair for its configuration, or one of its own."""
-    own: list[Pair] = []
+def test_a_full_decode_server_retracts_and_all_replies_are_those_of_a_roomy_one(pairs: dict[str, Pair]) -> None:
+    two = pairs["lossless"]
+    prompts = [prompt(60 + 17 * k, 10 + k) for k in range(5)]
+    alone = [two.reply(x, 100) for x in prompts]
+    with ThreadPoolExecutor(len(prompts)) as threads:
+        together = list(threads.map(lambda x: two.reply(x, 100), prompts))
+    assert together == alone
+    found = stats_of(two.decode)["transfer"]
+    assert found["retracted_kept"] == found["retracted_restored"] > 0 and not found["retracted_lost"]
+    settled(two)
 
-    def of(config: dict[str, Any]) -> Pair:
-        if config == DEFAULT:
-            return pair
-        own.append(Pair(config, ("--chunked-prefill-size", "128")).__enter__())
-        return own[0]
 
-    yield of
-    for found in own:
-        found.__exit__()
+def test_aborts_on_either_server_end_their_request_alone(pairs: dict[str, Pair]) -> None:
+    """Some wait, some are on their way and some generate when they are aborted."""
+    two = pairs["default"]
+    with ThreadPoolExecutor(12) as threads:
+        asked = [
+            threads.submit(two.ask, {**request(prompt(150 + 9 * k, 30 + k), 50), "rid": f"abort-{k}"})
+            for k in range(12)
+        ]
+        for k in range(0, 12, 2):
+            time.sleep(0.15)
+            server = two.prefill if k % 4 else two.decode
+            server.post("/abort_request", {"rid": f"abort-{k}"})
+        answers = [x.result() for x in asked]
+    for _, response in answers[1::2]:
+        assert response.status_code == 200 and len(response.json()["output_ids"]) == 50
+    settled(two)
+    assert two.reply(PROMPTS[1], 20) == two.reply(PROMPTS[1], 20)
+
+
+def test_a_server_of_another_configuration_is_refused_in_words(pairs: dict[str, Pair]) -> None:
+    """It and the prefill server go on, and the other decode server still gets its prompts."""
+    two = pairs["default"]
+    with two.another_decode({**DEFAULT, "page_tokens": 32}) as other:
+        _, response = two.ask(request(PROMPTS[1], 5), decode=other)
+        assert response.status_code == 500
+        assert "page_tokens is" in response.text and "Start both servers alike" in response.text
+        assert other.alive() and two.prefill.alive()
+    assert len(two.reply(PROMPTS[1], 5)) == 5
+    settled(two)
+
+
+def test_a_decode_server_that_dies_takes_its_own_requests_along(pairs: dict[str, Pair]) -> None:
+    """Its prompts are given up on the prefill server, which serves others."""
+    two = pairs["default"]
+    with two.another_decode(DEFAULT) as other:
+        assert two.ask(request(PROMPTS[1], 5), decode=other)[1].status_code == 200
+        with ThreadPoolExecutor(3) as threads:
+            asked = [threads.submit(two.ask, request(prompt(700, 50 + k), 200), decode=other) for k in range(3)]
+            time.sleep(0.3)
+            other.stop(grace=0.0)
+            for each in asked:
+                assert each.exception() is not None, "the server that died has answered"
+    assert two.prefill.alive() and len(two.reply(PROMPTS[2], 5)) == 5
+    settled(two)

@@ -45,7 +45,7 @@ def prealloc_required_tokens(original: Any, self: Any, req: Any) -> tuple[int, i
 def pre_alloc(original: Any, self: Any, req: Any, *args: Any, **kwargs: Any) -> Any:
     """A prompt gets its KV slots, and with them what its row will need."""
     found, requests = original(self, req, *args, **kwargs), requests_of(self)
-    if requests is not None and requests.receiving is not None and not req.output_ids:
+    if requests is not None and requests.receiving is not None and not disaggregation.was_kept(req):
         requests.receiving.expect(req)
     return found
 

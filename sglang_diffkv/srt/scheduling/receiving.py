@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from sglang_diffkv.mem_pool.ledger import PageLedger
-from sglang_diffkv.mem_pool.row_transfer import KeptRow, NoRoom, RowImport, RowTransfer, blocks_for, most_row_pages
+from sglang_diffkv.mem_pool.row_transfer import KeptRow, NoRoom, RowImport, RowTransfer, most_row_pages
 from sglang_diffkv.mem_pool.segment_object import ObjectRefused
 from sglang_diffkv.mem_pool.table_space import TableFull
 from sglang_diffkv.srt.versions import compat, disaggregation
@@ -37,12 +37,12 @@ class Receiving:
 
     def has_room(self, req: Any) -> bool:
         """Whether pages, table blocks and the engine's blocks are free for a prompt that is to come."""
-        tokens = len(req.origin_input_ids)
+        tokens = disaggregation.expected_tokens(req)
         if self.ledger.table_starved(self.ledger.blocks_for([], tokens)):
             return False
         if self._pages(tokens) > self.ledger.uncommitted_pages():
             return False
-        return disaggregation.is_own_request(req) or self.transfer.room.has(blocks_for(self.manager.geometry, tokens))
+        return disaggregation.is_own_request(req) or self.transfer.can_expect(tokens)
 
     def _pages(self, tokens: int) -> int:
         """Pages for a prompt, at most: all there are for one that needs about so many, or it would wait for ever."""
@@ -51,7 +51,7 @@ class Receiving:
 
     def expect(self, req: Any) -> None:
         """SGLang has given a prompt that is to come its KV slots. There is room for it."""
-        tokens = len(req.origin_input_ids)
+        tokens = disaggregation.expected_tokens(req)
         self.ledger.set_aside(req, self._pages(tokens), self.ledger.blocks_for([], tokens))
         if disaggregation.is_own_request(req):
             return
@@ -81,9 +81,6 @@ class Receiving:
         if wanted is None:
             self.transfer.restore_nothing(row, len(req.origin_input_ids))
             return
-        assert wanted.reading is not None
-        if wanted.reading.result().length != len(req.origin_input_ids):
-            raise ObjectRefused("tokens", "its row has another length than its prompt")
         self.transfer.restore(wanted, row)
         del self.imports[req]
 

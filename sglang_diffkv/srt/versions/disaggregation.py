@@ -32,6 +32,17 @@ def prepare_abort(req: Any, message: str) -> None:
     utils.prepare_abort(req, message, status_code=HTTPStatus.INTERNAL_SERVER_ERROR)
 
 
+def expected_tokens(req: Any) -> int:
+    """Tokens of a prompt that another server computes. After a pause for new weights these are generated ones too."""
+    again = getattr(req, "pd_rebootstrap_in_progress", False)
+    return len(req.origin_input_ids) + (len(req.output_ids) if again else 0)
+
+
+def was_kept(req: Any) -> bool:
+    """Whether something was left with a retracted request."""
+    return kv_of(req).retraction_backup is not None
+
+
 def kept_of(req: Any) -> Any:
     """What ``keep_for`` left with a retracted request; None if there is nothing."""
     backup = kv_of(req).retraction_backup
