@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +39,7 @@ class Pair:
         seconds: float = 0.0,
     ):
         self.bootstrap, self._args, self._seconds = Port(), args, seconds
+        self._threads = ThreadPoolExecutor(32)
         self.prefill = self._server("prefill", config, ())
         self.decode = self._server("decode", decode_config or config, decode_args)
 
@@ -63,23 +64,28 @@ class Pair:
         for server in (self.prefill, self.decode):
             server.stop(grace=5.0)
 
-    def ask(
+    def send(
         self, payload: Mapping[str, Any], *, decode: Server | None = None, timeout: float = 120.0
-    ) -> tuple[requests.Response, requests.Response]:
+    ) -> tuple[Future[requests.Response], Future[requests.Response]]:
         """Both servers' responses to one request, as a router sends it to both. ``decode``: in the place of its own."""
         room = {
             "bootstrap_host": "127.0.0.1", "bootstrap_port": self.bootstrap.number, "bootstrap_room": next(_ROOMS),
         }  # fmt: skip
-        with ThreadPoolExecutor(2) as threads:
-            both = [
-                threads.submit(server.post, "/generate", {**payload, **room}, timeout=timeout)
-                for server in (self.prefill, decode or self.decode)
-            ]
-            return both[0].result(), both[1].result()
+        first, second = (
+            self._threads.submit(server.post, "/generate", {**payload, **room}, timeout=timeout)
+            for server in (self.prefill, decode or self.decode)
+        )
+        return first, second
+
+    def ask(self, payload: Mapping[str, Any], *, decode: Server | None = None) -> requests.Response:
+        """The decode server's response, once both have answered."""
+        first, second = self.send(payload, decode=decode)
+        first.result()
+        return second.result()
 
     def reply(self, prompt: Sequence[int], new_tokens: int, **more: Any) -> list[int]:
         """Output tokens, greedily."""
-        _, response = self.ask(request(prompt, new_tokens, **more))
+        response = self.ask(request(prompt, new_tokens, **more))
         response.raise_for_status()
         return list(response.json()["output_ids"])
 

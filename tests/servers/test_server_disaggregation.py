@@ -78,33 +78,31 @@ def test_a_full_decode_server_retracts_and_all_replies_are_those_of_a_roomy_one(
     settled(two)
 
 
-def test_aborts_on_either_server_end_their_request_alone(pairs: dict[str, Pair]) -> None:
-    """Some wait, some are on their way and some generate when they are aborted."""
+def test_aborts_end_their_request_alone(pairs: dict[str, Pair]) -> None:
+    """Some wait, some are on their way and some generate when they are aborted, on one server and then on the other."""
     two = pairs["default"]
-    with ThreadPoolExecutor(12) as threads:
-        asked = [
-            threads.submit(two.ask, {**request(prompt(150 + 9 * k, 30 + k), 50), "rid": f"abort-{k}"})
-            for k in range(12)
-        ]
-        for k in range(0, 12, 2):
-            time.sleep(0.15)
-            server = two.prefill if k % 4 else two.decode
+    asked = [two.send({**request(prompt(150 + 9 * k, 30 + k), 50), "rid": f"abort-{k}"}) for k in range(12)]
+    for k in range(0, 12, 2):
+        time.sleep(0.15)
+        for server in (two.prefill, two.decode) if k % 4 else (two.decode, two.prefill):  # as a router tells both
             server.post("/abort_request", {"rid": f"abort-{k}"})
-        answers = [x.result() for x in asked]
+    answers = [(first.result(), second.result()) for first, second in asked]
     for _, response in answers[1::2]:
         assert response.status_code == 200 and len(response.json()["output_ids"]) == 50
     settled(two)
-    assert two.reply(PROMPTS[1], 20) == two.reply(PROMPTS[1], 20)
+    assert two.reply(PROMPTS[1], 10) == two.reply(PROMPTS[1], 10)
 
 
 def test_a_server_of_another_configuration_is_refused_in_words(pairs: dict[str, Pair]) -> None:
     """It and the prefill server go on, and the other decode server still gets its prompts."""
     two = pairs["default"]
     with two.another_decode({**DEFAULT, "page_tokens": 32}) as other:
-        _, response = two.ask(request(PROMPTS[1], 5), decode=other)
-        assert response.status_code == 500
-        assert "page_tokens is" in response.text and "Start both servers alike" in response.text
+        waits, refused = two.send(request(PROMPTS[1], 5), decode=other)
+        assert refused.result().status_code == 500
+        assert "page_tokens is" in refused.result().text and "Start both servers alike" in refused.result().text
         assert other.alive() and two.prefill.alive()
+        two.prefill.post("/abort_request", {"abort_all": True})
+        waits.result()
     assert len(two.reply(PROMPTS[1], 5)) == 5
     settled(two)
 
@@ -113,12 +111,14 @@ def test_a_decode_server_that_dies_takes_its_own_requests_along(pairs: dict[str,
     """Its prompts are given up on the prefill server, which serves others."""
     two = pairs["default"]
     with two.another_decode(DEFAULT) as other:
-        assert two.ask(request(PROMPTS[1], 5), decode=other)[1].status_code == 200
-        with ThreadPoolExecutor(3) as threads:
-            asked = [threads.submit(two.ask, request(prompt(700, 50 + k), 200), decode=other) for k in range(3)]
-            time.sleep(0.3)
-            other.stop(grace=0.0)
-            for each in asked:
-                assert each.exception() is not None, "the server that died has answered"
+        assert two.ask(request(PROMPTS[1], 5), decode=other).status_code == 200
+        asked = [two.send(request(prompt(500, 50 + k), 200), decode=other) for k in range(3)]
+        time.sleep(0.5)
+        other.stop(grace=0.0)
+        for _, second in asked:
+            assert second.exception() is not None, "the server that died has answered"
     assert two.prefill.alive() and len(two.reply(PROMPTS[2], 5)) == 5
+    two.prefill.post("/abort_request", {"abort_all": True})  # what had not met the server that died
+    for first, _ in asked:
+        first.result()
     settled(two)
