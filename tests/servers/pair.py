@@ -61,8 +61,9 @@ class Pair:
         return self
 
     def __exit__(self, *_: object) -> None:
-        for server in (self.prefill, self.decode):
-            server.stop(grace=5.0)
+        with ThreadPoolExecutor(2) as threads:
+            for stopped in [threads.submit(x.stop, 0.0) for x in (self.prefill, self.decode)]:
+                stopped.result()
 
     def send(
         self, payload: Mapping[str, Any], *, decode: Server | None = None, timeout: float = 120.0

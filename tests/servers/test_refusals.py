@@ -11,6 +11,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, get_args
@@ -159,6 +160,12 @@ def test_server_options_are_refused_by_name(changes: dict[str, object], name: st
         check_server_args(_args(**changes))
 
 
+def _half_served(monkeypatch: pytest.MonkeyPatch, served: bool) -> None:
+    """The installed SGLang is one with which a server may do one half, or is none."""
+    row = replace(RELEASES[compat.sglang_version()], disaggregation=served)
+    monkeypatch.setattr(compat, "installed", lambda: row)
+
+
 HALF = {"disaggregation_mode": "decode", "disaggregation_transfer_backend": "mooncake"}
 
 
@@ -182,7 +189,7 @@ HALF = {"disaggregation_mode": "decode", "disaggregation_transfer_backend": "moo
 def test_what_two_servers_cannot_do_is_refused(
     changes: dict[str, object], name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(compat, "installed", lambda: RELEASES["0.5.21"])
+    _half_served(monkeypatch, True)
     check_server_args(_args(**HALF))
     with pytest.raises(UnsupportedError, match=name):
         check_server_args(_args(**{**HALF, **changes}))
@@ -196,18 +203,18 @@ def test_what_two_servers_cannot_do_is_refused(
     ],
 )
 def test_configurations_are_refused_for_two_servers(text: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compat, "installed", lambda: RELEASES["0.5.21"])
+    _half_served(monkeypatch, True)
     with pytest.raises(UnsupportedError, match=name):
         check_server_args(_args(**HALF), load_config(text))
 
 
 def test_two_servers_are_refused_by_the_name_of_other_releases_and_on_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(UNTRIED_ENV, raising=False)
-    monkeypatch.setattr(compat, "installed", lambda: RELEASES["0.5.21"])
+    _half_served(monkeypatch, True)
     assert disaggregation.problems(_args(**HALF), load_config("{}")) == []
     (found,) = disaggregation.problems(_args(**HALF, device="cuda"), load_config("{}"))
     assert f"set {UNTRIED_ENV}=1" in found
-    monkeypatch.setattr(compat, "installed", lambda: RELEASES["0.5.23"])
+    _half_served(monkeypatch, False)
     (found,) = disaggregation.problems(_args(**HALF), load_config("{}"))
     assert "install SGLang 0.5.21, or drop --disaggregation-mode" in found
 
