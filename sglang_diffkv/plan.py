@@ -19,8 +19,8 @@ from sglang_diffkv.layout.state import TABLE_BLOCK, PageState
 from sglang_diffkv.mem_pool.footprint import MIB, Footprint
 from sglang_diffkv.mem_pool.host_pages import GIB
 from sglang_diffkv.mem_pool.ledger import pages_for
+from sglang_diffkv.mem_pool.page_copies import staging_pages
 from sglang_diffkv.mem_pool.running import query_cache
-from sglang_diffkv.mem_pool.saved_rows import staging_pages
 from sglang_diffkv.mem_pool.saved_slots import staged_slots
 from sglang_diffkv.ops import Ops, ReferenceOps
 from sglang_diffkv.policies.base import Policy, kv_slots_of
@@ -105,6 +105,8 @@ class MemoryPlan:
     """Host memory of an optional part; None without one."""
     slot_bytes: int = 0
     """Bytes that go to the host with their pages, of a state slot, or of a draft model's KV slot; 0 if none do."""
+    transfers: bool = False
+    """Whether rows go to another server, or come from one."""
     mixed_chunks: bool = False
     """Whether requests decode in passes over prompts too."""
 
@@ -219,6 +221,8 @@ class MemoryPlan:
         staged = staged * page_bytes * (1 if self.host_room is None else 2)
         if self.gpu and self.host_room is not None and self.slot_bytes:
             staged += 2 * staged_slots(self.slot_bytes) * self.slot_bytes
+        if self.gpu and self.transfers:
+            staged += staging_pages(self.fmt, geometry.num_pages) * page_bytes
         return Footprint.of(
             state, geometry, ops, kv_slots=kv_slots, exact=exact, queries=queries, draft_bytes=self.draft_bytes,
             staging_bytes=staged, host_bytes=host_pages * page_bytes,

@@ -19,6 +19,7 @@ ADDER = SRT + "managers.schedule_policy.PrefillAdder."
 CONFIGURATOR = SRT + "mem_cache.kv_cache_configurator.KVCacheConfigurator."
 SPECULATIVE = SRT + "speculative."
 CANARY = SRT + "kv_canary."
+PREALLOCATION = SRT + "disaggregation.decode.DecodePreallocQueue."
 
 Targets = Mapping[str, "str | tuple[str, ...] | None"]
 """Name of a hook -> what of SGLang it stands around: one path, several, or None where a release has no such thing."""
@@ -55,6 +56,7 @@ class Release:
         abort_from_request: aborts are made of the request, not of its id.
         release_needs_arguments: giving up a request takes the server's arguments.
         canary_on_cpu: the KV canary has code for devices other than CUDA's.
+        disaggregation: one server may compute prompts and another go on with them.
     """
 
     version: str
@@ -75,6 +77,7 @@ class Release:
     abort_from_request: bool = False
     release_needs_arguments: bool = True
     canary_on_cpu: bool = False
+    disaggregation: bool = False
 
     def target(self, hook: str) -> tuple[str, ...]:
         """Paths in SGLang that a hook stands around; empty where the release has none."""
@@ -149,6 +152,27 @@ TARGETS: Targets = {
     "create_draft_extend_backend": SPECULATIVE + "draft_utils.DraftBackendFactory.create_draft_extend_backend",
     "update_mamba_state_after_mtp_verify": SRT
     + "layers.attention.hybrid_linear_attn_backend.HybridLinearAttnBackend.update_mamba_state_after_mtp_verify",
+    # Disaggregation: served with one release so far, see ``_DISAGGREGATION``
+    **dict.fromkeys(
+        (
+            "send_kv_chunk",
+            "maybe_send_cached_prefix_chunk",
+            "process_disagg_prefill_inflight_queue",
+            "get_next_disagg_prefill_batch_to_run",
+            "required_admission_tokens",
+            "prealloc_required_tokens",
+            "pre_alloc",
+            "transfer_page_indices",
+            "poll_with_metadata_gate",
+            "commit_transfer_to_req",
+            "get_next_disagg_decode_batch_to_run",
+            "offload_kv_cache",
+            "load_kv_cache",
+            "try_ensure_parallel_info",
+            "ensure_prefill_info",
+            "init_kv_manager",
+        )
+    ),
 }
 """Hooks of the newest release, by the name of their function."""
 
@@ -160,6 +184,30 @@ CLASSES: Mapping[str, str] = {
 
 _CPU = Stack("2.13.0", "3.7.1")
 _HOPPER = Stack("2.11.0", "3.6.0", "0.6.15.post1", "0.4.5")
+
+_DISAGGREGATION: Targets = {
+    "free_row": (str(TARGETS["free_row"]), SRT + "disaggregation.decode.DecodeReqToTokenPool.free"),
+    "send_kv_chunk": SCHEDULER + "send_kv_chunk",
+    "maybe_send_cached_prefix_chunk": SCHEDULER + "maybe_send_cached_prefix_chunk",
+    "process_disagg_prefill_inflight_queue": SCHEDULER + "process_disagg_prefill_inflight_queue",
+    "get_next_disagg_prefill_batch_to_run": SCHEDULER + "get_next_disagg_prefill_batch_to_run",
+    "required_admission_tokens": PREALLOCATION + "_required_admission_tokens",
+    "prealloc_required_tokens": PREALLOCATION + "_prealloc_required_tokens",
+    "pre_alloc": PREALLOCATION + "_pre_alloc",
+    "transfer_page_indices": PREALLOCATION + "_transfer_page_indices",
+    "poll_with_metadata_gate": SRT + "disaggregation.decode.DecodeTransferQueue._poll_with_metadata_gate",
+    "commit_transfer_to_req": SRT + "disaggregation.decode.DecodeTransferQueue._commit_transfer_to_req",
+    "get_next_disagg_decode_batch_to_run": SCHEDULER + "get_next_disagg_decode_batch_to_run",
+    "offload_kv_cache": SRT + "managers.schedule_batch.Req.offload_kv_cache",
+    "load_kv_cache": SRT + "managers.schedule_batch.Req.load_kv_cache",
+    "try_ensure_parallel_info": SRT + "disaggregation.common.conn.CommonKVManager.try_ensure_parallel_info",
+    "ensure_prefill_info": PREALLOCATION + "_ensure_prefill_info",
+    "init_kv_manager": (
+        SRT + "disaggregation.prefill.PrefillBootstrapQueue._init_kv_manager",
+        PREALLOCATION + "_init_kv_manager",
+    ),
+}
+"""Hooks of a release with ``disaggregation``."""
 
 _17 = Release(
     "0.5.17",
@@ -181,7 +229,8 @@ _21 = replace(
     version="0.5.21",
     on_gpu=None,
     seen_on_gpu=frozenset(),
-    targets={},
+    targets=_DISAGGREGATION,
+    disaggregation=True,
     tree="V21",
     row_on_request=False,
     declared_arguments=True,
@@ -193,6 +242,8 @@ _21 = replace(
 _22 = replace(
     _21,
     version="0.5.22",
+    targets={},
+    disaggregation=False,
     tree="V23",
     request_extents=True,
     whole_replies=True,

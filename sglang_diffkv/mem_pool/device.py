@@ -10,6 +10,7 @@ from typing import Any, Generic, TypeVar
 import torch
 
 from sglang_diffkv.kernels.copy_compact.reference import Part
+from sglang_diffkv.kernels.table import row_table
 from sglang_diffkv.layout.geometry import Geometry, Segment
 from sglang_diffkv.layout.state import PageState
 from sglang_diffkv.layout.transfer import to_device
@@ -164,6 +165,16 @@ class PageDevice:
         with self.launching():
             columns = self.to_device(parts or torch.empty(0, 3)).unbind(1)
             return self.ops.measure(*(x.contiguous() for x in columns))
+
+    def table_of(self, row: int, tier: int, hi: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """A tier's table of a row, each head with as many columns as any may use. Pages [n] int64, whether an entry is
+        used [n] bool, and [3, n] int32: head, position range below ``hi``."""
+        state, width = self.state, max(self.space.bound(row)[tier], 1)
+        page, lo, upper = (x.flatten() for x in row_table(state, self.to_device([row]), tier, width))
+        entry = torch.arange(width, device=state.device)
+        used = entry < state.entries[row, :, :, tier].unsqueeze(2)
+        head = torch.arange(page.shape[0], device=state.device) // width
+        return page, used.flatten(), torch.stack([head.int(), lo, upper.clamp(max=hi)])
 
     def free_pages(self) -> int:
         """Pages in the ring. Waits for the device."""

@@ -46,6 +46,7 @@ class Footprint:
         host_bytes: int = 0,
         guests: str = "",
         rotation_bytes: int = 0,
+        transfer_bytes: int = 0,
     ) -> Footprint:
         """What ``state`` and ``ops`` take, on the device "meta" too, where it is a plan.
 
@@ -53,7 +54,8 @@ class Footprint:
             kv_slots: tokens that SGLang may hold at once. exact: whether the prefix cache keeps exact prompts.
             queries: of running requests. draft_bytes: that a draft model's keys and values take for each KV slot.
             staging_bytes: that pages pass through to ``host_bytes`` of host memory, for retracted requests and other
-                ``guests``. rotation_bytes: of fitted rotations.
+                ``guests``. rotation_bytes: of fitted rotations. transfer_bytes: of host memory for rows on their way
+                between servers.
         """
         rows = geometry.num_rows + geometry.num_segments
         counts = (state.entries, state.kept_entry, state.own_entry, state.own_tokens, state.hole, state.write_slot)
@@ -85,7 +87,7 @@ class Footprint:
             "usage reports": measured + ended,
             "scores of exact prefixes": 4 * geometry.heads * geometry.scored_tokens if exact else 0,
         }
-        host = {guests: host_bytes}
+        host = {guests: host_bytes, "rows on their way between servers": transfer_bytes}
         return cls(*({name: size for name, size in part.items() if size} for part in (held, at_most, host)))
 
     @property

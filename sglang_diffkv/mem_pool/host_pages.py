@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 
 import torch
 
@@ -127,16 +127,6 @@ class HostPages:
     def end_of_part(self, page: int) -> int:
         """The page after the last one of a page's part."""
         return (page // self.part + 1) * self.part
-
-    def parts(self, runs: Iterable[Run], most: int) -> Iterator[tuple[int, torch.Tensor]]:
-        """Pages of runs, at most ``most`` at once, as copies may take them; and where they begin among all of them."""
-        first = 0
-        for start, count in runs:
-            at, end = start, start + count
-            while at < end:
-                part = self.pages[at : min(at + most, end, self.end_of_part(at))]
-                yield first, part
-                first, at = first + len(part), at + len(part)
 
     def _pin_to(self, end: int) -> bool:
         """Wait until the pages before ``end`` are pinned; False if the system does not let them be."""

@@ -29,8 +29,9 @@ def check_integrity(manager: PageManager) -> None:
     manager.windows.check_integrity()
     if manager.saved is not None:
         manager.saved.check_integrity()
-    if manager.saved_slots is not None:
-        manager.saved_slots.check_integrity()
+    for part in (manager.saved_slots, manager.transfer):
+        if part is not None:
+            part.check_integrity()
     if manager.running is not None:
         manager.running.check_integrity()
 

@@ -458,6 +458,10 @@ class PageLedger:
         else:
             self.forget(request)
 
+    def set_aside(self, request: Hashable, pages: int, blocks: int) -> None:
+        """So many pages and table blocks are for a prompt that another server computes. It has its KV slots."""
+        self.promised[request] = Promise(pages, blocks, 0)
+
     def forget(self, request: Hashable) -> None:
         """The request's prompt is computed, or it leaves."""
         self.promised.pop(request, None)

@@ -9,6 +9,7 @@ and each writes its own fields only:
 - ``SegmentStore``: segments of the prefix cache; ``Prompts``: what happens at the end of prompts;
 - ``SavedRows``: rows of retracted requests in host memory; ``SavedSegments``: evicted prefixes there, with what other
   buffers hold for them in ``SlotStore``. None where they are not kept;
+- ``RowTransfer``: rows on their way between servers; None where one server does all;
 - ``RunningCompression``: where requests hold a budget while they run; None where the policy has none.
 """
 
@@ -30,6 +31,7 @@ from sglang_diffkv.mem_pool.device import OpsOf, PageDevice
 from sglang_diffkv.mem_pool.high_rows import HighRows
 from sglang_diffkv.mem_pool.pressure import Pressure
 from sglang_diffkv.mem_pool.prompts import Prompts
+from sglang_diffkv.mem_pool.row_transfer import RowTransfer
 from sglang_diffkv.mem_pool.row_windows import RowWindows
 from sglang_diffkv.mem_pool.rows import RequestRows
 from sglang_diffkv.mem_pool.running import RunningCompression, query_cache
@@ -56,6 +58,7 @@ class PageManager:
             states, or tokens of a draft model, that host memory has room for beside the latter (``keep_slots``).
         high_rows: whether requests may keep all tokens in the high tier. Not where they hold budgets. most_window: the
             largest window that a request may have for itself; 0: all have the policy's.
+        transfer_blocks: blocks of host memory for rows that go to another server, or come from one; 0: none do.
     """
 
     def __init__(
@@ -75,6 +78,7 @@ class PageManager:
         write_policy: str = "",
         high_rows: bool = False,
         most_window: int = 0,
+        transfer_blocks: int = 0,
     ):
         self.geometry, self.fmt, self.policy = geometry, geometry.fmt, policy
         self.ranks = ranks or Ranks()
@@ -105,6 +109,10 @@ class PageManager:
             self.saved_segments = SavedSegments(self.device, self.saved) if write_policy else None
         self.saved_slots: SlotStore | None = None
         self.host_slots = host_slots
+        self.transfer: RowTransfer | None = None
+        if transfer_blocks:
+            known = (self.device, self.rows, self.counts, self.high, self.windows)
+            self.transfer = RowTransfer(*known, transfer_blocks)
         self.running = self._running_budgets(self.q_heads)
         self._computed: LaunchedStep | None = None
         """A pass whose last layer is launched, until ``end_pass``."""
@@ -144,9 +152,8 @@ class PageManager:
     @property
     def staging_bytes(self) -> int:
         """Bytes of the device that pages pass through on their way to host memory and back."""
-        return sum(
-            part.staging_bytes for part in (self.saved, self.saved_segments, self.saved_slots) if part is not None
-        )
+        parts = (self.saved, self.saved_segments, self.saved_slots, self.transfer)
+        return sum(part.staging_bytes for part in parts if part is not None)
 
     @property
     def guests(self) -> str:
@@ -329,6 +336,8 @@ class PageManager:
             self.running.forget(row)
         if self.pressure is not None:
             self.pressure.forget(row)
+        if self.transfer is not None:
+            self.transfer.forget(row)
         self.prompts.forget(row)
         self.device.release(row)
         self.counts.forget(row)

@@ -93,6 +93,10 @@ class RequestRows:
         """A row that holds shared pages only, now up to position ``end``; its prompt begins behind them."""
         self._rows[row] = RequestRow(length=end, shared=end, in_prompt=True, as_computed=as_computed)
 
+    def restore(self, row: int, length: int, frozen: int | None) -> None:
+        """A row past its prompt, which another server has computed: all its pages are its own alone."""
+        self._rows[row] = RequestRow(length=length, frozen=frozen)
+
     def share(self, row: int, end: int) -> None:
         """Segments hold the row's first ``end`` tokens."""
         self._rows[row].shared = end

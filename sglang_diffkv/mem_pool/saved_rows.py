@@ -7,32 +7,25 @@ in the same way. What a row knows of a page beside its bytes, its place and its 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 
-from sglang_diffkv.kernels.table import head_index, put_entries, row_table, table_column
+from sglang_diffkv.kernels.table import head_index, put_entries, table_column
 from sglang_diffkv.layout.geometry import Segment
-from sglang_diffkv.layout.page_format import EMPTY, PageFormat
+from sglang_diffkv.layout.page_format import EMPTY
 from sglang_diffkv.mem_pool.counts import PageCounts
 from sglang_diffkv.mem_pool.device import PageDevice
 from sglang_diffkv.mem_pool.host_pages import HostPages, Run, first_of
+from sglang_diffkv.mem_pool.page_copies import copy_in, copy_out, staging_pages
 from sglang_diffkv.mem_pool.rows import RequestRows
 from sglang_diffkv.mem_pool.segments import SegmentStore
 from sglang_diffkv.mem_pool.table_space import Entries, blocks_of
 
-STAGING_BYTES = 16 << 20
-"""Of the device, at most, that pages pass through on their way."""
-
 MEASURED_SLOTS = 1 << 20
 """Slots whose positions are looked at together."""
-
-
-def staging_pages(fmt: PageFormat, num_pages: int) -> int:
-    """Pages of the staging buffer on a GPU: a 64th of a small pool."""
-    return max(min(STAGING_BYTES // fmt.page_bytes, num_pages // 64), 1)
 
 
 @dataclass(frozen=True)
@@ -218,20 +211,10 @@ class SavedRows:
     def _entries(self, row: int, tier: int, hi: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Pages [n] int64 of a row's entries of a tier, by head and in order, and [5, n] int32: head, position range
         below ``hi``, and the first and last position in it. Where there is none the last one is EMPTY."""
-        page, used, known = self.table_of(row, tier, hi)
+        page, used, known = self.device.table_of(row, tier, hi)
         place = used.nonzero()[:, 0]
         page, known = page[place], known[:, place]
         return page, torch.cat([known, self.extremes(tier, page, known)])
-
-    def table_of(self, row: int, tier: int, hi: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """A tier's table of a row, each head with as many columns as any may use. Pages [n] int64, whether an entry is
-        used [n] bool, and [3, n] int32: head, position range below ``hi``."""
-        state, width = self.device.state, max(self.device.space.bound(row)[tier], 1)
-        page, lo, upper = (x.flatten() for x in row_table(state, self.device.to_device([row]), tier, width))
-        entry = torch.arange(width, device=state.device)
-        used = entry < state.entries[row, :, :, tier].unsqueeze(2)
-        head = torch.arange(page.shape[0], device=state.device) // width
-        return page, used.flatten(), torch.stack([head.int(), lo, upper.clamp(max=hi)])
 
     def extremes(self, tier: int, page: torch.Tensor, known: torch.Tensor) -> torch.Tensor:
         """[2, n] int32: the first and last position of each page [n] of a tier that lies in its range, of [3, n] as
@@ -250,23 +233,7 @@ class SavedRows:
     def copy_out(self, pages: torch.Tensor, runs: list[Run], staging: torch.Tensor | None) -> None:
         """The bytes of ``pages`` ([n] int64) go to the host pages of ``runs``, through a ``staging`` buffer of the
         device if there is one."""
-        source = self._words(self.device.state.pages)
-        for first, host in self._parts(runs, staging):
-            chosen, words = pages[first : first + len(host)], self._words(host)
-            if staging is None:
-                torch.index_select(source, 0, chosen, out=words)
-            else:
-                staged = self._words(staging)[: len(host)]
-                torch.index_select(source, 0, chosen, out=staged)
-                words.copy_(staged, non_blocking=True)
-
-    def _parts(self, runs: list[Run], staging: torch.Tensor | None) -> Iterator[tuple[int, torch.Tensor]]:
-        """Host pages of runs, as many at once as can be staged, and where they begin among all of them."""
-        return self.host.parts(runs, self.host.pages.shape[0] if staging is None else len(staging))
-
-    @staticmethod
-    def _words(pages: torch.Tensor) -> torch.Tensor:
-        return pages.view(torch.int64)
+        copy_out(self.device.state.pages, pages, self.host, runs, staging)
 
     # Restoring
 
@@ -325,7 +292,8 @@ class SavedRows:
                 return None
             state.counters[0] += len(pages)
             state.refcount.index_fill_(0, pages, 1)
-            self._copy_in([run for part in parts for run in part.runs], chosen, places)
+            host_runs = [run for part in parts for run in part.runs]
+            copy_in(state.pages, self.host, host_runs, chosen, places, self._staging)
             put_entries(state, flat, pages, low, high)
             state.entries[at] = state.kept_entry[at] = state.own_entry[at] = entries
             state.own_tokens.index_fill_(0, at, 0)
@@ -361,17 +329,6 @@ class SavedRows:
         places = torch.full((len(chosen),), state.scratch_page, dtype=torch.int64, device=state.device)
         places[self.device.to_device(chosen.nonzero()[0])] = pages
         return places
-
-    def _copy_in(self, runs: list[Run], chosen: np.ndarray, places: torch.Tensor) -> None:
-        """Bytes of the ``chosen`` host pages of ``runs``, and of what comes along with them, for ``places``."""
-        target = self._words(self.device.state.pages)
-        for first, host in self._parts(runs, self._staging):
-            if not chosen[first : first + len(host)].any():
-                continue
-            words = self._words(host)
-            if self._staging is not None:
-                words = self._words(self._staging)[: len(host)].copy_(words, non_blocking=True)
-            target.index_copy_(0, places[first : first + len(host)], words)
 
     def _listed(
         self, rows: list[int], parts: Sequence[Chosen], counts: np.ndarray

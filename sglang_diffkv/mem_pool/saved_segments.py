@@ -24,7 +24,8 @@ from sglang_diffkv.layout.geometry import Segment
 from sglang_diffkv.layout.transfer import to_host
 from sglang_diffkv.mem_pool.device import Beside, PageDevice
 from sglang_diffkv.mem_pool.host_pages import Run, first_of
-from sglang_diffkv.mem_pool.saved_rows import Needed, SavedRow, SavedRows, staging_pages
+from sglang_diffkv.mem_pool.page_copies import staging_pages
+from sglang_diffkv.mem_pool.saved_rows import Needed, SavedRow, SavedRows
 from sglang_diffkv.mem_pool.saved_slots import SavedSlots, SlotStore
 
 TIER, HEAD, LO, UPPER, LEAST, LAST = range(6)

@@ -18,6 +18,7 @@ from sglang_diffkv.layout.ranks import Ranks
 from sglang_diffkv.mem_pool import host_pages
 from sglang_diffkv.mem_pool.device import Beside, PageDevice
 from sglang_diffkv.mem_pool.host_pages import HostPages, Run
+from sglang_diffkv.mem_pool.page_copies import parts_of
 
 ALIGNED = 16
 """Bytes: where the numbers of a buffer begin in what the host has of a slot."""
@@ -170,7 +171,7 @@ class SlotStore:
         self.bytes_in += len(slots) * self.slot_bytes
 
     def _parts(self, runs: list[Run], staging: torch.Tensor | None) -> Iterator[tuple[int, torch.Tensor]]:
-        return self.host.parts(runs, self.host.pages.shape[0] if staging is None else len(staging))
+        return parts_of(self.host, runs, self.host.pages.shape[0] if staging is None else len(staging))
 
     def _numbers(self, memory: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """Each buffer, and where its numbers of n slots lie in ``memory`` ([n, slot_bytes]): [layers, n, ...]."""

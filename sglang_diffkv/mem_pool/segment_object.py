@@ -273,13 +273,21 @@ def decode_head(data: bytes, whole: int) -> ObjectHead:
     return found
 
 
-def _header(text: bytes) -> dict[str, Any]:
+def parse_header(text: bytes) -> dict[str, Any]:
+    """An object's header, in the one form in which it is written. Raises ObjectRefused."""
     try:
         found = json.loads(text.decode("ascii"))
         same = canonical(found) == text
     except (ValueError, RecursionError):
         raise ObjectRefused("header", "its header is no JSON") from None
-    shape = found.get("shape") if same and isinstance(found, dict) else None
+    if not same or not isinstance(found, dict):
+        raise ObjectRefused("header", "its header lacks what pages are")
+    return found
+
+
+def _header(text: bytes) -> dict[str, Any]:
+    found = parse_header(text)
+    shape = found.get("shape")
     if not isinstance(shape, dict) or not _whole(shape.get("page_bytes"), least=1):
         raise ObjectRefused("header", "its header lacks what pages are")
     if not all(_whole(found.get(name)) for name in INTS) or not isinstance(found.get("as_computed"), bool):
@@ -288,7 +296,7 @@ def _header(text: bytes) -> dict[str, Any]:
         raise ObjectRefused("header", "its header lacks digests")
     if not found["first"] <= found["lo"] < found["hi"]:
         raise ObjectRefused("header", "the positions of its header contradict each other")
-    return dict(found)
+    return found
 
 
 def _whole(value: Any, least: int = 0) -> bool:

@@ -41,6 +41,7 @@ class DiffKVPool(KVCache):
         self.kv_slots = self.draft_bytes = 0
         self.usage: UsageMeter | None = None
         self.canary_lines: tuple[torch.Tensor, ...] = ()
+        self.head_num = 1  # SGLang's transfer managers ask for it; rows go whole
 
     def kv_slots_changed(self, old: torch.Tensor, new: torch.Tensor) -> None:
         """Tokens of a request got other KV slots: what is kept by KV slot goes along. int tensors of one length."""
@@ -68,9 +69,11 @@ class DiffKVPool(KVCache):
         queries, saved = None if running is None else running.cache, self.manager.saved
         host, slots = 0 if saved is None else saved.host.pages.nbytes, self.manager.saved_slots
         host += 0 if slots is None else slots.bytes_most
+        transfer = self.manager.transfer
         return Footprint.of(
             state, geometry, ops, kv_slots=self.kv_slots, exact=exact, queries=queries, draft_bytes=self.draft_bytes,
             staging_bytes=self.manager.staging_bytes, host_bytes=host, guests=self.manager.guests,
+            transfer_bytes=0 if transfer is None else transfer.room.pages.nbytes,
         )  # fmt: skip
 
     def get_kv_size_bytes(self) -> int:
@@ -84,6 +87,14 @@ class DiffKVPool(KVCache):
             "the DiffKV pool stores K and V in compressed pages; there is no buffer to read or write by KV slot. "
             "Switch off the feature that asked for it, or use another --attention-backend."
         )
+
+    def get_contiguous_buf_infos(self) -> tuple[list[int], list[int], list[int]]:
+        """What SGLang's transfer engine moves, in the place of one layer's K and V: addresses, bytes, and bytes of an
+        item. K is the blocks of the host's room for rows on their way, and V is nothing that anybody reads."""
+        transfer = None if self.manager is None else self.manager.transfer
+        if transfer is None:
+            return self._no_buffer()
+        return transfer.room.regions()
 
     get_key_buffer = _no_buffer
     get_value_buffer = _no_buffer

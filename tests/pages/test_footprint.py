@@ -13,8 +13,8 @@ from sglang_diffkv.config import DiffKVConfig, load_config
 from sglang_diffkv.layout.ranks import Ranks
 from sglang_diffkv.mem_pool.footprint import PAGES, Footprint
 from sglang_diffkv.mem_pool.ledger import PageLedger
+from sglang_diffkv.mem_pool.page_copies import staging_pages
 from sglang_diffkv.mem_pool.page_manager import PageManager
-from sglang_diffkv.mem_pool.saved_rows import staging_pages
 from sglang_diffkv.mem_pool.usage import UsageMeter
 from sglang_diffkv.plan import MemoryPlan
 from sglang_diffkv.srt.scheduling.allocator import DiffKVAllocator

@@ -14,8 +14,9 @@ from hypothesis.stateful import rule
 from sglang_diffkv.kernels.decode_attention.reference import decode_attention
 from sglang_diffkv.mem_pool.host_pages import HostPages, Run
 from sglang_diffkv.mem_pool.integrity import check_integrity, check_settled
+from sglang_diffkv.mem_pool.page_copies import staging_pages
 from sglang_diffkv.mem_pool.page_manager import PageManager
-from sglang_diffkv.mem_pool.saved_rows import SavedRow, SavedRows, staging_pages
+from sglang_diffkv.mem_pool.saved_rows import SavedRow, SavedRows
 from tests.checks import check_contents
 from tests.dense import Dense, Session
 from tests.helpers import PAIR, make_format, make_manager, visible

@@ -24,6 +24,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 import traceback
 import warnings
@@ -47,6 +48,8 @@ READ_LATE = {
     "SGLANG_MAMBA_CONV_DTYPE",
     "PYTEST_CURRENT_TEST",
     "TORCHINDUCTOR_CACHE_DIR",
+    "SGLANG_HOST_IP",
+    "LOOPBACK_ENGINE_SECONDS",
 }
 """Variables that no module reads when it is imported."""
 HANDLED = (signal.SIGCHLD, signal.SIGINT, signal.SIGQUIT, signal.SIGTERM, signal.SIGUSR1)
@@ -91,6 +94,7 @@ class Preloaded:
         self._others: list[Preloaded] = []
         """For servers with other environments; they have no others."""
         self._forked: list[Process] = []
+        self._asking = threading.Lock()  # servers may be started side by side
         self._socket: socket.socket | None = None
         self._process: subprocess.Popen[bytes] | None = None
 
@@ -126,14 +130,15 @@ class Preloaded:
 
     def ask(self, message: dict[str, Any], *files: int) -> dict[str, Any]:
         """The answer to a message, with which open files may go."""
-        if self._socket is None:
-            self._start()
-        assert self._socket is not None
         data = json.dumps(message).encode()
         assert len(data) < LARGEST
         rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", files))] if files else []
-        self._socket.sendmsg([data], rights)
-        answer = self._socket.recv(LARGEST)
+        with self._asking:
+            if self._socket is None:
+                self._start()
+            assert self._socket is not None
+            self._socket.sendmsg([data], rights)
+            answer = self._socket.recv(LARGEST)
         if not answer:
             raise RuntimeError("the process that servers are forked from has ended")
         return dict(json.loads(answer))

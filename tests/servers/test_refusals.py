@@ -11,6 +11,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, get_args
@@ -26,13 +27,16 @@ from sglang_diffkv.evaluate.ports import Port
 from sglang_diffkv.evaluate.server import CPU_ENV, OFFLINE_ENV, Server
 from sglang_diffkv.policies.registry import PolicyConfig
 from sglang_diffkv.refusals import kind_of
+from sglang_diffkv.releases import RELEASES
 from sglang_diffkv.srt.hooks import registration
 from sglang_diffkv.srt.hooks import table as hooks
 from sglang_diffkv.srt.models.hybrids import hybrid_problems
 from sglang_diffkv.srt.models.speculation import check_drafts
-from sglang_diffkv.srt.startup import host_memory, launch, preflight
+from sglang_diffkv.srt.startup import disaggregation, host_memory, launch, preflight
 from sglang_diffkv.srt.startup.validation import check_layers, check_model, check_policy, check_server_args
-from sglang_diffkv.srt.versions.compat import TESTED_VERSIONS
+from sglang_diffkv.srt.versions import compat
+from sglang_diffkv.srt.versions import disaggregation as two
+from sglang_diffkv.srt.versions.compat import TESTED_VERSIONS, UNTRIED_ENV
 from tests.policies import diffkv_policy
 
 
@@ -138,7 +142,6 @@ def _args(**changes: object) -> SimpleNamespace:
         ({"speculative_algorithm": "NGRAM", "speculative_ngram_max_bfs_breadth": 10}, "trees of drafts: add --spec"),
         ({"speculative_algorithm": "NGRAM", "speculative_ngram_external_sam_budget": 3}, "an external corpus"),
         ({"speculative_algorithm": "NGRAM", "speculative_num_draft_tokens": 17}, "--speculative-num-draft-tokens 17"),
-        ({"disaggregation_mode": "prefill"}, "--disaggregation-mode"),
         ({"enable_hierarchical_cache": True, "kv_canary": "log"}, "--enable-hierarchical-cache with --kv-canary"),
         ({"page_size": 16, "kv_canary": "log"}, "--page-size 16 with --kv-canary"),
         ({"tp_size": 2, "attn_cp_size": 2}, "--attn-cp-size"),
@@ -155,6 +158,79 @@ def test_server_options_are_refused_by_name(changes: dict[str, object], name: st
     check_server_args(_args(tp_size=2))
     with pytest.raises(UnsupportedError, match=name):
         check_server_args(_args(**changes))
+
+
+def _half_served(monkeypatch: pytest.MonkeyPatch, served: bool) -> None:
+    """The installed SGLang is one with which a server may do one half, or is none."""
+    row = replace(RELEASES[compat.sglang_version()], disaggregation=served)
+    monkeypatch.setattr(compat, "installed", lambda: row)
+
+
+HALF = {"disaggregation_mode": "decode", "disaggregation_transfer_backend": "mooncake"}
+
+
+@pytest.mark.parametrize(
+    ("changes", "name"),
+    [
+        ({"disaggregation_transfer_backend": "nixl"}, "--disaggregation-transfer-backend nixl: use mooncake"),
+        ({"tp_size": 2}, "--tp-size 2 with --disaggregation-mode: use --tp-size 1"),
+        ({"dp_size": 2}, "--dp-size 2 with --disaggregation-mode"),
+        ({"page_size": 16}, "--page-size 16 with --disaggregation-mode"),
+        ({"speculative_algorithm": "STANDALONE", "speculative_num_draft_tokens": 4}, "speculative decoding with --dis"),
+        ({"enable_lora": True}, "LoRA with --disaggregation-mode"),
+        ({"enable_mixed_chunk": True}, "--enable-mixed-chunk with --disaggregation-mode"),
+        ({"disaggregation_decode_enable_radix_cache": True}, "--disaggregation-decode-enable-radix-cache: drop it"),
+        ({"disaggregation_decode_host_receive_threshold": 0.5}, "--disaggregation-decode-host-receive-threshold"),
+        ({"disaggregation_decode_retraction_backup": "host_pool"}, "-retraction-backup host_pool: drop it"),
+        ({"disaggregation_enable_kv_checksum": True}, "--disaggregation-enable-kv-checksum: .*rows have checksums"),
+        ({"optimistic_prefill_attempts": 2}, "--optimistic-prefill-attempts with --disaggregation-mode"),
+    ],
+)
+def test_what_two_servers_cannot_do_is_refused(
+    changes: dict[str, object], name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _half_served(monkeypatch, True)
+    check_server_args(_args(**HALF))
+    with pytest.raises(UnsupportedError, match=name):
+        check_server_args(_args(**{**HALF, **changes}))
+
+
+@pytest.mark.parametrize(
+    ("text", "name"),
+    [
+        ('{"prefix_fidelity": "exact"}', '"exact" with --disaggregation-mode: leave it out'),
+        ('{"tiers": ["BF16"], "policy": {"name": "zipage", "max_blocks": 4}}', "compresses running requests"),
+    ],
+)
+def test_configurations_are_refused_for_two_servers(text: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    _half_served(monkeypatch, True)
+    with pytest.raises(UnsupportedError, match=name):
+        check_server_args(_args(**HALF), load_config(text))
+
+
+def test_two_servers_are_refused_by_the_name_of_other_releases_and_on_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(UNTRIED_ENV, raising=False)
+    _half_served(monkeypatch, True)
+    assert disaggregation.problems(_args(**HALF), load_config("{}")) == []
+    (found,) = disaggregation.problems(_args(**HALF, device="cuda"), load_config("{}"))
+    assert f"set {UNTRIED_ENV}=1" in found
+    _half_served(monkeypatch, False)
+    (found,) = disaggregation.problems(_args(**HALF), load_config("{}"))
+    assert "install SGLang 0.5.21, or drop --disaggregation-mode" in found
+
+
+def test_servers_that_differ_are_told_in_what() -> None:
+    ours = two.told_of_rows({"tiers": ["BF16"], "model": "a", "rows": 1})
+    theirs = two.told_of_rows({"tiers": ["K8V4"], "model": "a", "rows": 1})
+    error = (
+        f"KV cache dtype mismatch: prefill server has kv_cache_dtype={theirs}, but decode server has kv_cache_dtype="
+        f"{ours}. Both servers must use the same --kv-cache-dtype value."
+    )
+    said = two.how_servers_differ(error, ours)
+    assert said == "tiers is ['K8V4'] there and ['BF16'] here. Start both servers alike"
+    assert "--attention-backend diffkv" in two.how_servers_differ(error.replace(theirs, "auto"), ours)
+    assert two.how_servers_differ("Page size mismatch", ours) == "Page size mismatch"
+    assert two.speaks_of_rows(ours) and not two.speaks_of_rows("auto") and not two.speaks_of_rows("[1]")
 
 
 def test_mixed_chunks_are_refused_beside_asynchronous_compression() -> None:

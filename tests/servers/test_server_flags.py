@@ -80,7 +80,6 @@ REFUSED_VALUES: dict[str, Any] = {
     "speculative_draft_attention_backend": "diffkv",
     "decoupled_spec_role": "drafter",
     "uno_lora_path": "adapter",
-    "disaggregation_mode": "prefill",
     "hicache_storage_backend": "mooncake",
     "hicache_storage_prefetch_retry_poll_interval": 3,
     "hicache_storage_prefetch_retry_max_attempts": 3,

@@ -13,11 +13,11 @@ from sglang_diffkv.presets import PRESETS
 from sglang_diffkv.srt.hooks import metrics, request_fields
 from sglang_diffkv.srt.hooks.applied import verify_hooks
 from sglang_diffkv.srt.pool import DiffKVPool
-from sglang_diffkv.srt.scheduling import admission
+from sglang_diffkv.srt.scheduling import admission, decode_side, prefill_side
 from sglang_diffkv.srt.scheduling.allocator import SERVED, DiffKVAllocator, requests_of, requests_of_tree
 from sglang_diffkv.srt.scheduling.lifecycle import BatchRefused, RequestLifecycle
 from sglang_diffkv.srt.scheduling.refused_requests import refuse_in_decode, tell_refused, undo_prefill
-from sglang_diffkv.srt.startup import build, draft_model, kv_canary, launch, own_choice, own_means
+from sglang_diffkv.srt.startup import build, disaggregation, draft_model, kv_canary, launch, own_choice, own_means
 from sglang_diffkv.srt.versions import compat
 from sglang_diffkv.srt.versions import states as compat_states
 from sglang_diffkv.srt.versions.selection import BACKEND, is_selected
@@ -401,11 +401,20 @@ def get_internal_state(original: Any, self: Any, *args: Any, **kwargs: Any) -> A
             "mixed_chunks": requests.mixed.report() if self.is_mixed_chunk else {},
             "choice": own_choice.report(),
             "key_means": own_means.report(),
+            "transfer": _transfer_report(requests),
             **requests.reports(),
         }
         report.update({name: found for name, found in parts.items() if found})
         result.internal_state["diffkv"] = report
     return result
+
+
+def _transfer_report(requests: RequestLifecycle) -> dict[str, int]:
+    """Of rows on their way between servers, and of retracted requests where they are kept as rows."""
+    transfer, receiving = requests.manager.transfer, requests.receiving
+    if transfer is None or receiving is None:
+        return {}
+    return {**transfer.report(), **{f"retracted_{name}": count for name, count in receiving.counts.items()}}
 
 
 def _out_of_window(shares: dict[str, float]) -> str:
@@ -475,9 +484,15 @@ _HERE = (
     log_stats,
 )
 
-HOOKS = {
-    target: hook
-    for hook in (*_HERE, *admission.HOOKS, *kv_canary.HOOKS, *draft_model.HOOKS, *request_fields.HOOKS)
-    for target in compat.installed().target(hook.__name__)
-}
+_OF_PARTS = (
+    *admission.HOOKS,
+    *kv_canary.HOOKS,
+    *draft_model.HOOKS,
+    *request_fields.HOOKS,
+    *prefill_side.HOOKS,
+    *decode_side.HOOKS,
+    *disaggregation.HOOKS,
+)
+
+HOOKS = {target: hook for hook in (*_HERE, *_OF_PARTS) for target in compat.installed().target(hook.__name__)}
 """Target in SGLang -> AROUND hook. What a hook stands around is said by ``releases.py``, by the hook's name."""

@@ -39,6 +39,8 @@ from sglang_diffkv.ops.decisions import compacts
 from sglang_diffkv.srt.scheduling.fidelity import Fidelity
 from sglang_diffkv.srt.scheduling.joint_admission import AdmissionRule
 from sglang_diffkv.srt.scheduling.mixed_chunks import MixedChunks
+from sglang_diffkv.srt.scheduling.receiving import Receiving
+from sglang_diffkv.srt.scheduling.sending import Sending
 from sglang_diffkv.srt.tree.events import RequestListener, let_go
 from sglang_diffkv.srt.tree.interface import NoTree, PrefixTree
 from sglang_diffkv.srt.tree.parts import Parts
@@ -87,6 +89,7 @@ class RequestLifecycle:
     Attributes:
         tree: the prefix cache. admission_rule: by which prompts are admitted. fidelity: what requests ask for.
         compression, states, exact, retracted, sources: optional parts, see ``Parts``.
+        sending, receiving: rows on their way between servers; None where one server does all.
     """
 
     def __init__(self, ledger: PageLedger, usage: UsageMeter | None = None, fidelity: Fidelity | None = None):
@@ -98,6 +101,9 @@ class RequestLifecycle:
         self.preempted: list[Any] = []
         """Requests that made room for more urgent ones in the pass that is being scheduled."""
         self.mixed = MixedChunks(self.manager.counts)
+        halves = self.manager.transfer is not None
+        self.sending = Sending(self.manager) if halves else None
+        self.receiving = Receiving(ledger) if halves else None
 
     def connect(self, tree: PrefixTree, parts: Parts, rule: AdmissionRule) -> None:
         """The tree and the parts that requests meet from now on. Nothing runs."""
@@ -378,6 +384,9 @@ class RequestLifecycle:
             counted: whether it counts among the requests served.
         """
         self.ledger.forget(req)
+        if self.sending is not None and self.receiving is not None:
+            self.sending.left(req)
+            self.receiving.left(req)
         let_go(self.listeners, self.manager, req, row)
         if row in self.manager.rows:
             if counted and self.usage is not None:

@@ -30,7 +30,7 @@ from sglang_diffkv.srt.models.scaling import attention_layers, layer_scalings, l
 from sglang_diffkv.srt.models.speculation import check_drafts, draft_room, drafts_of, longest_row
 from sglang_diffkv.srt.pool import DiffKVPool
 from sglang_diffkv.srt.scheduling.allocator import SERVED, DiffKVAllocator
-from sglang_diffkv.srt.startup import own_choice, own_means, tree_pages
+from sglang_diffkv.srt.startup import disaggregation, own_choice, own_means, tree_pages
 from sglang_diffkv.srt.startup.draft_model import bytes_of_slot
 from sglang_diffkv.srt.startup.kv_canary import register_canary
 from sglang_diffkv.srt.startup.launch import take_choice
@@ -85,7 +85,8 @@ def memory_plan(configurator: Any) -> MemoryPlan:
     mixed_chunks = bool(getattr(compat.resolved(configurator.server_args), "enable_mixed_chunk", False))
     retracted, room = not why_recomputed(configurator, config), host_room(configurator)
     slot_bytes = draft_bytes or state_bytes(configurator)
-    return replace(plan, keeps_retracted=retracted, host_room=room, mixed_chunks=mixed_chunks, slot_bytes=slot_bytes)
+    plan = replace(plan, keeps_retracted=retracted, host_room=room, mixed_chunks=mixed_chunks, slot_bytes=slot_bytes)
+    return replace(plan, transfers=disaggregation.mode_of(configurator.server_args) != disaggregation.OFF)
 
 
 class PoolConfigurator(MemoryPoolConfigurator):
@@ -167,6 +168,7 @@ def build_allocator(configurator: Any, pool: DiffKVPool, rows: Any) -> DiffKVAll
         most_window=plan.config.request_window,
         keeps_retracted=plan.keeps_retracted,
         write_policy="" if plan.host_room is None else plan.host_room.write_policy,
+        transfer_blocks=disaggregation.transfer_blocks(configurator.server_args, geometry),
     )
     if has_states(rows) and manager.saved_segments is not None:
         manager.keep_slots(state_buffers(rows), manager.host_slots)

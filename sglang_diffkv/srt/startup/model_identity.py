@@ -56,6 +56,27 @@ def configuration_digest(config: DiffKVConfig, own_means: str = "") -> str:
     return _digest([__version__, sglang.__version__, config.whole(), own_means, *files])
 
 
+LOCAL = (
+    "host_gib", "share_min_tokens", "high_requests", "keep_seconds", "gpu_ops", "prefill", "decode", "prefix_fidelity",
+)  # fmt: skip
+"""Fields of the plugin's configuration that change nothing in a row once its prompt has ended."""
+
+
+def row_facts(config: DiffKVConfig, own_means: str = "") -> dict[str, Any]:
+    """What two servers must have in common to go on with each other's rows, beside the model and the shape of pages:
+    programs, and fields of the configuration. ``digest``: of all that, and of the files that it names."""
+    import sglang
+
+    found = {name: value for name, value in config.whole().items() if name not in LOCAL}
+    found = {"sglang_diffkv": __version__, "sglang": sglang.__version__, "own_means": own_means, **found}
+    paths = ("key_means", "key_rotation", "value_rotation")
+    named = [found[name] for name in paths if found.get(name) not in (None, AUTO)]
+    files = [hashlib.blake2b(Path(path).read_bytes()).hexdigest() for path in named]
+    for name in paths:  # a file may lie elsewhere there
+        found.pop(name, None)
+    return {**found, "digest": _digest([found, files])}
+
+
 def model_digest(server_args: Any, model: Any) -> str:
     """Of a model, SGLang's ModelConfig. Where nothing says which weights a server has, it is a name of this process
     alone, and the log says so."""

@@ -124,9 +124,6 @@ REFUSED: dict[str, Refused] = {
     "enable_return_aux_hidden_states": Refused(
         "auxiliary hidden states in replies: drop --enable-return-aux-hidden-states"
     ),
-    "disaggregation_mode": Refused(
-        f"prefill/decode disaggregation: drop --disaggregation-mode{_DESIGN}", unlike("null", None)
-    ),
     "enable_pd_role_switch": Refused("prefill/decode disaggregation: drop --enable-pd-role-switch"),
     "disaggregation_decode_enable_offload_kvcache": Refused(
         "offloading KV to the host: drop --disaggregation-decode-enable-offload-kvcache"

@@ -40,6 +40,13 @@ WORKS: dict[str, str] = {
     "tests/servers/test_server_options.py::test_hidden_states_and_logit_processors": (
         "enable_return_hidden_states return_hidden_states_mode enable_custom_logit_processor"
     ),
+    "tests/servers/test_server_disaggregation.py::test_two_servers_give_the_tokens_of_one": (
+        "disaggregation_mode disaggregation_transfer_backend disaggregation_bootstrap_port num_reserved_decode_tokens"
+    ),
+    "tests/servers/test_refusals.py::test_what_two_servers_cannot_do_is_refused": (
+        "disaggregation_decode_enable_radix_cache disaggregation_decode_host_receive_threshold "
+        "disaggregation_decode_retraction_backup disaggregation_enable_kv_checksum optimistic_prefill_attempts"
+    ),
     "tests/servers/test_server_identity.py::test_drafts_of_a_model_give_stock_tokens": (
         "speculative_draft_model_path speculative_num_steps"
     ),
@@ -48,6 +55,8 @@ WORKS: dict[str, str] = {
 
 ORTHOGONAL: dict[str, str] = {
     "the order and the number of requests that are let in; each is admitted by its pages": (
+        "disaggregation_decode_extra_slots disaggregation_decode_polling_interval "
+        "disaggregation_decode_allocation_policy "
         "max_running_requests max_queued_requests max_prefill_tokens prefill_max_requests "
         "prefill_decode_interval prefill_decode_interval_min_bs min_free_slots_delay enable_prefill_delayer "
         "prefill_delayer_max_delay_passes prefill_delayer_token_usage_low_watermark prefill_delayer_queue_min_ratio "
@@ -165,6 +174,7 @@ NO_BEARING: dict[str, str] = {
         "paged_experts_num_resident enable_megamoe_for_layernorm_sp"
     ),
     "communication of activations between ranks": (
+        "disaggregation_ib_device "
         "enable_p2p_check enable_nccl_nvls enable_symm_mem disable_custom_all_reduce enable_mscclpp "
         "enable_torch_symm_mem pre_warm_nccl boundary_reduction enable_quant_communications "
         "enable_flashinfer_allreduce_fusion enforce_disable_flashinfer_allreduce_fusion "
@@ -211,13 +221,6 @@ ONLY_WITH: dict[str, str] = {
     "enable_return_aux_hidden_states": "aux_hidden_state_capture return_aux_hidden_state_layer_ids",
     "speculative_ngram_external_sam_budget": (
         "speculative_ngram_external_corpus_path speculative_ngram_external_corpus_max_tokens"
-    ),
-    "disaggregation_mode": (
-        "disaggregation_transfer_backend disaggregation_bootstrap_port disaggregation_ib_device "
-        "disaggregation_decode_enable_radix_cache num_reserved_decode_tokens disaggregation_decode_extra_slots "
-        "disaggregation_decode_polling_interval disaggregation_decode_host_receive_threshold "
-        "disaggregation_decode_retraction_backup disaggregation_decode_allocation_policy "
-        "disaggregation_enable_kv_checksum optimistic_prefill_attempts"
     ),
     "enable_unified_cache_external_linker": (
         "unified_cache_external_linker_backend unified_cache_external_linker_config enable_linker_mla_dedup"

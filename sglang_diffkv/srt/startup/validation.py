@@ -14,7 +14,7 @@ from sglang_diffkv.policies.base import Pointwise
 from sglang_diffkv.srt.models.hybrids import hybrid_problems
 from sglang_diffkv.srt.models.scaling import attention_layers
 from sglang_diffkv.srt.models.speculation import DRAFTS_GPU_VERSIONS, SEEN_ON_A_GPU, algorithm_of, drafts_by_model
-from sglang_diffkv.srt.startup import tree_pages
+from sglang_diffkv.srt.startup import disaggregation, tree_pages
 from sglang_diffkv.srt.startup.optional_parts import PARTS
 from sglang_diffkv.srt.startup.server_flags import refusals
 from sglang_diffkv.srt.versions.compat import (
@@ -33,7 +33,7 @@ def check_server_args(args: Any, config: DiffKVConfig | None = None) -> None:
     config = config or DiffKVConfig()
     problems = [text for part in PARTS for text in part.problems(args, config)] + tree_pages.problems(args, config)
     args = resolved(args)
-    problems = refusals(args) + problems
+    problems = refusals(args) + problems + disaggregation.problems(args, config)
     device = str(getattr(args, "device", None) or "")
     eager = getattr(args, "disable_cuda_graph", False) and getattr(args, "disable_overlap_schedule", False)
     if device == "cuda" and config.gpu_ops == "reference" and not eager:
@@ -102,6 +102,7 @@ def check_model(configurator: Any) -> None:
         problems.append("attention in chunks (iRoPE)")
     if getattr(configurator, "mambaish_config", None) is not None:
         problems += hybrid_problems(configurator)
+    problems += disaggregation.model_problems(configurator)
     if not getattr(config, "is_generation", True):
         problems.append("embeddings or scores for output, which would change once a prefix is cached")
     if getattr(config, "is_encoder_decoder", False):

@@ -72,9 +72,13 @@ def kv_of(req: Any) -> Any:
 
 
 def request_rows(configurator: Any, capacity: int) -> int:
-    """Rows of SGLang's table of requests for a pool of ``capacity`` tokens, the padding row included."""
+    """Rows of SGLang's table of requests for a pool of ``capacity`` tokens, the padding row included, and those of
+    prompts that a decode server expects from others."""
+    view = resolved(configurator.server_args)
+    expects = getattr(view, "disaggregation_mode", "null") == "decode"
+    more = (getattr(view, "disaggregation_decode_extra_slots", 0) or 0) if expects else 0
     with _unsaid(configurator):
-        return max(configurator.resolve_max_num_reqs(capacity), 1) + 1
+        return max(configurator.resolve_max_num_reqs(capacity), 1) + 1 + more
 
 
 @contextmanager

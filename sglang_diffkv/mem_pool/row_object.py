@@ -1,0 +1,180 @@
+"""A request's row as one run of bytes, from which another server makes the same row.
+
+The parts of format 1. All numbers are little-endian:
+
+| part | bytes | what it is |
+|---|---|---|
+| magic | 8 | ``DiffKVro`` |
+| version | 4 | of the format: 1 |
+| H | 4 | bytes of the header, at most 65,536 |
+| n | 4 | pages |
+| whole | 8 | bytes of the head: all before the pages |
+| header | H | JSON in ASCII, keys in order, no spaces |
+| numbers | 4 heads (3 T + 1) | int32: ``entries``, ``own_entry`` and ``own_tokens`` [heads, T], ``hole`` [heads] |
+| ranges | 8 n | int32 [2, n]: position range of each page, by tier, head and entry |
+| checksum | 16 | XXH3 (128 bits) of all before |
+
+The numbers are those of ``PageState``. Heads count over layers, and T is the number of tiers. The pages follow at a
+multiple of their size, as the device has them, in the order of the ranges: ``before`` of the header says how many pages
+the head takes.
+
+The header says what the row is:
+
+- ``length`` of its sequence, and ``frozen``: its first tokens that it may not write any more. -1: it was not frozen.
+- ``window`` of its own, 0 for the policy's, and ``high``: whether all its tokens stay in the high tier.
+- ``pages``: the checksum of the pages. ``room``: the number under which the two servers speak of the request. So bytes
+  of another request are not taken for it.
+- The fields of ``Origin``: of what the pages are.
+
+A reader takes nothing on trust. What is wrong raises ``ObjectRefused``. Checksums find damage, not forgery: who may
+write to a server's memory may change its replies.
+"""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from sglang_diffkv.layout.geometry import Geometry
+from sglang_diffkv.layout.page_format import EMPTY
+from sglang_diffkv.layout.state import NO_LIMIT
+from sglang_diffkv.mem_pool.segment_object import (
+    CHECKSUM_BYTES,
+    MOST_HEADER,
+    ObjectRefused,
+    Origin,
+    canonical,
+    checksum,
+    parse_header,
+)
+
+MAGIC, VERSION = b"DiffKVro", 1
+PREFIX = struct.Struct("<8sIIIQ")
+
+
+@dataclass(frozen=True)
+class RowNumbers:
+    """What a row's table and counts say, on the host.
+
+    Attributes:
+        entries, own_entry, own_tokens: [heads, T] int32, as of ``PageState``. hole: [heads] int32.
+        low, high: [n] int32, position ranges of the pages, by tier, head and entry.
+    """
+
+    entries: np.ndarray
+    own_entry: np.ndarray
+    own_tokens: np.ndarray
+    hole: np.ndarray
+    low: np.ndarray
+    high: np.ndarray
+
+    @classmethod
+    def of(cls, counts: np.ndarray, hole: np.ndarray, ranges: np.ndarray) -> RowNumbers:
+        """``counts``: [3, heads, T]. ``ranges``: [2, n]."""
+        return cls(counts[0], counts[1], counts[2], hole, ranges[0], ranges[1])
+
+    @property
+    def pages(self) -> int:
+        return len(self.low)
+
+    def places(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Tier, head and entry of each page, [n] int64 each."""
+        heads, tiers = self.entries.shape
+        counts = self.entries.T.ravel().astype(np.int64)  # by tier, then head
+        which = np.repeat(np.arange(tiers * heads), counts)
+        entry = np.arange(len(which)) - np.repeat(counts.cumsum() - counts, counts)
+        return which // heads, which % heads, entry
+
+
+@dataclass(frozen=True)
+class RowHead:
+    """All of a row's object but its pages. ``header``: as the module says, with the fields of ``Origin``."""
+
+    header: dict[str, Any]
+    numbers: RowNumbers
+
+    @property
+    def length(self) -> int:
+        return int(self.header["length"])
+
+    @property
+    def frozen(self) -> int | None:
+        frozen = int(self.header["frozen"])
+        return None if frozen < 0 else frozen
+
+    def encode(self) -> bytes:
+        """The bytes before the pages."""
+        header, x = canonical(self.header), self.numbers
+        assert len(header) <= MOST_HEADER
+        columns = (x.entries, x.own_entry, x.own_tokens, x.hole, x.low, x.high)
+        body = b"".join(np.ascontiguousarray(column, dtype="<i4").tobytes() for column in columns)
+        whole = PREFIX.size + len(header) + len(body) + CHECKSUM_BYTES
+        head = PREFIX.pack(MAGIC, VERSION, len(header), x.pages, whole) + header + body
+        return head + bytes(checksum(head).digest())
+
+
+def head_size(geometry: Geometry, pages: int) -> int:
+    """Bytes before the pages of an object of so many, at most."""
+    numbers = geometry.heads * (3 * len(geometry.fmt.tiers) + 1)
+    return PREFIX.size + MOST_HEADER + 4 * numbers + 8 * pages + CHECKSUM_BYTES
+
+
+def said_size(start: bytes, room: int, geometry: Geometry) -> int:
+    """Bytes of the head of an object that begins with ``start`` and has ``room`` bytes. Raises ObjectRefused."""
+    if len(start) < PREFIX.size or not start.startswith(MAGIC):
+        raise ObjectRefused("format", "it does not begin as a row's object does")
+    _, version, header, pages, whole = PREFIX.unpack(start[: PREFIX.size])
+    if version != VERSION:
+        raise ObjectRefused("version", f"format {version}, and {VERSION} is read")
+    numbers = 4 * geometry.heads * (3 * len(geometry.fmt.tiers) + 1) + 8 * pages
+    size = -(-whole // geometry.fmt.page_bytes) * geometry.fmt.page_bytes
+    if header > MOST_HEADER or whole != PREFIX.size + header + numbers + CHECKSUM_BYTES:
+        raise ObjectRefused("size", "its head is not as long as it says")
+    if size + pages * geometry.fmt.page_bytes > room:
+        raise ObjectRefused("size", "it says that it is larger than its room")
+    return int(whole)
+
+
+def decode_head(data: bytes, geometry: Geometry) -> RowHead:
+    """The head of an object, all of ``said_size``. Raises ObjectRefused. Whether it is for this request and this
+    server, ``check_head`` says."""
+    body, given = data[:-CHECKSUM_BYTES], data[-CHECKSUM_BYTES:]
+    if checksum(body).digest() != given:
+        raise ObjectRefused("checksum", "it is damaged before its pages")
+    _, _, length, pages, _ = PREFIX.unpack(data[: PREFIX.size])
+    at, heads, tiers = PREFIX.size + length, geometry.heads, len(geometry.fmt.tiers)
+    found = np.frombuffer(body, "<i4", heads * (3 * tiers + 1) + 2 * pages, at).copy()
+    by_tier, hole, ranges = np.split(found, [3 * heads * tiers, heads * (3 * tiers + 1)])
+    header = parse_header(body[PREFIX.size : at])
+    return RowHead(header, RowNumbers.of(by_tier.reshape(3, heads, tiers), hole, ranges.reshape(2, pages)))
+
+
+def check_head(head: RowHead, geometry: Geometry, origin: Origin, room: int) -> None:
+    """Raise ObjectRefused unless an object is of the request of this ``room``, of a server like this one, and makes a
+    row that can be."""
+    header, x, fmt = head.header, head.numbers, geometry.fmt
+    for name, value in origin.fields().items():
+        if header.get(name) != value:
+            raise ObjectRefused("origin", f"its {name} is {header.get(name)}, and this server's is {value}")
+    ints = [header.get(name, "") for name in ("length", "frozen", "window", "before")]
+    if any(type(value) is not int for value in ints) or type(header.get("high")) is not bool:
+        raise ObjectRefused("header", "its header lacks what the row is")
+    if header.get("room") != room:
+        raise ObjectRefused("tokens", "it is of another request")
+    if not 0 < head.length <= geometry.max_tokens or not -1 <= header["frozen"] <= head.length:
+        raise ObjectRefused("header", "its header says a length that no row here has")
+    tokens = np.array([layout.tokens for layout in fmt.layouts])
+    counts = [x.entries, x.own_entry, x.own_tokens]
+    if min(int(column.min(initial=0)) for column in counts) < 0 or int(x.entries.sum()) != x.pages:
+        raise ObjectRefused("table", "its counts are not those of its pages")
+    if not np.array_equal(-(-x.own_tokens // tokens), x.entries - x.own_entry):
+        raise ObjectRefused("table", "a head's own pages and tokens disagree")
+    if not ((x.hole >= EMPTY) & (x.hole < np.maximum(x.own_tokens[:, 0], 0))).all():
+        raise ObjectRefused("table", "a hole is no slot of its head")
+    if int(x.entries.max(initial=0)) > geometry.max_tokens:
+        raise ObjectRefused("table", "a head has more pages than tokens")
+    if not ((x.low >= 0) & (x.high >= 0) & (x.high <= NO_LIMIT)).all():
+        raise ObjectRefused("table", "a page has no range of positions")

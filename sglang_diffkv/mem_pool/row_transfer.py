@@ -1,0 +1,590 @@
+"""Rows of requests on their way from one server to another: out of the pages of the server that has computed a prompt,
+and into those of the server that generates.
+
+A transfer engine moves blocks of host memory that both servers have set aside for it (``TransferRoom``). What it moves
+is a row's object (``row_object.py``). Nothing here waits for the device, so each way has several steps, and ``advance``
+goes on as far as the device is:
+
+*Out* (``RowExport``). The row's table comes to the host; then its pages are copied to blocks, beside the passes; then a
+thread takes the checksums and writes the head before them. The row must not change until then; giving it up ends the
+export. *In* (``RowImport``). A thread looks at checksums and at each number. Then the row is made of pages of the ring,
+in order with the passes.
+
+Blocks of a transfer that failed may still be written to, or read, by the engine. They are set aside for some time
+before others get them.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+
+from sglang_diffkv.kernels.table import head_index, put_entries, table_column
+from sglang_diffkv.layout.geometry import Geometry
+from sglang_diffkv.layout.page_format import EMPTY
+from sglang_diffkv.layout.state import NO_LIMIT
+from sglang_diffkv.layout.transfer import to_host
+from sglang_diffkv.mem_pool.counts import PageCounts
+from sglang_diffkv.mem_pool.device import Beside, PageDevice
+from sglang_diffkv.mem_pool.high_rows import HighRows
+from sglang_diffkv.mem_pool.host_pages import HostPages, Run, first_of
+from sglang_diffkv.mem_pool.page_copies import copy_in, copy_out, staging_pages
+from sglang_diffkv.mem_pool.row_object import (
+    PREFIX,
+    RowHead,
+    RowNumbers,
+    check_head,
+    decode_head,
+    head_size,
+    said_size,
+)
+from sglang_diffkv.mem_pool.row_windows import RowWindows
+from sglang_diffkv.mem_pool.rows import RequestRows
+from sglang_diffkv.mem_pool.segment_object import ObjectRefused, Origin, checksum
+
+BLOCK_BYTES = 64 << 10
+"""A block is as many pages as fill this, one at least."""
+
+USUAL_ROOM = 1 << 30
+"""Bytes of host memory for rows on their way: at most, unless one longest row takes more."""
+
+SET_ASIDE_SECONDS = 30.0
+"""For which blocks of a failed transfer are nobody's."""
+
+
+class NoRoom(RuntimeError):
+    """A row does not fit where it is to go. It says why."""
+
+
+def block_pages(geometry: Geometry) -> int:
+    """Pages of a block: equal on servers with equal pages."""
+    return max(BLOCK_BYTES // geometry.fmt.page_bytes, 1)
+
+
+def most_row_pages(geometry: Geometry, tokens: int) -> int:
+    """Pages that a prompt's row of so many tokens is given room for. Where it was frozen, and where parts of its prefix
+    end, pages are part-filled: a quarter of them, and two of each head, are for that."""
+    return geometry.most_pages(tokens) * 5 // 4 + 2 * geometry.heads
+
+
+def blocks_for(geometry: Geometry, tokens: int) -> int:
+    """Blocks for the object of a prompt's row of so many tokens, at most."""
+    pages = most_row_pages(geometry, tokens)
+    pages += -(-head_size(geometry, pages) // geometry.fmt.page_bytes)
+    return -(-pages // block_pages(geometry))
+
+
+def room_blocks(geometry: Geometry) -> int:
+    """Blocks of a server's room: for four of its longest rows, in at most ``USUAL_ROOM``, but always for one."""
+    longest = blocks_for(geometry, geometry.max_tokens)
+    usual = USUAL_ROOM // (block_pages(geometry) * geometry.fmt.page_bytes)
+    return max(longest, min(4 * longest, usual))
+
+
+class TransferRoom:
+    """Blocks of host memory that a transfer engine reads and writes.
+
+    Attributes:
+        pages: [n, page_bytes] uint8, those of all blocks. per_block: pages of a block.
+    """
+
+    def __init__(self, geometry: Geometry, count: int, *, pinned: bool):
+        page_bytes, self.per_block = geometry.fmt.page_bytes, block_pages(geometry)
+        self._blocks = HostPages(count, self.per_block * page_bytes, pinned=pinned)
+        self.pages = self._blocks.pages.view(-1, page_bytes)
+        self._second = torch.zeros(count, 8, dtype=torch.uint8)
+        self._aside: deque[tuple[float, list[Run]]] = deque()
+
+    @property
+    def count(self) -> int:
+        """Blocks in all."""
+        return self._blocks.count
+
+    @property
+    def block_bytes(self) -> int:
+        return int(self._blocks.pages.shape[1])
+
+    @property
+    def used(self) -> int:
+        """Blocks that somebody has, or that are set aside."""
+        return self._blocks.used
+
+    def regions(self) -> tuple[list[int], list[int], list[int]]:
+        """What a transfer engine registers: addresses, bytes, and bytes of an item. An item of the first region is a
+        block; of the second it is nothing that anybody reads, as engines take two."""
+        found = self._blocks.pages, self._second
+        return [x.data_ptr() for x in found], [x.nbytes for x in found], [int(x.shape[1]) for x in found]
+
+    def end_of_part(self, page: int) -> int:
+        """As ``HostPages``: all of it is pinned together."""
+        return len(self.pages)
+
+    def has(self, count: int) -> bool:
+        """Whether so many blocks are free."""
+        self._take_back()
+        return count <= self._blocks.free
+
+    def take(self, count: int) -> list[Run] | None:
+        """Runs of ``count`` blocks together; None if there are not so many."""
+        self._take_back()
+        return self._blocks.take(count)
+
+    def give(self, blocks: list[Run]) -> None:
+        """Nobody reads or writes these any more."""
+        self._blocks.give(blocks)
+
+    def set_aside(self, blocks: list[Run]) -> None:
+        """The engine may still read or write these for a while."""
+        if blocks:
+            self._aside.append((time.monotonic() + SET_ASIDE_SECONDS, blocks))
+
+    def _take_back(self) -> None:
+        while self._aside and self._aside[0][0] <= time.monotonic():
+            self.give(self._aside.popleft()[1])
+
+    def pages_of(self, blocks: list[Run]) -> list[Run]:
+        """The pages of blocks, as runs."""
+        return [(start * self.per_block, count * self.per_block) for start, count in blocks]
+
+    def bytes_of(self, runs: list[Run]) -> list[memoryview]:
+        """The bytes of runs of pages, in order."""
+        views: list[Any] = [self.pages[start : start + count].numpy().reshape(-1) for start, count in runs]
+        return [memoryview(view) for view in views]
+
+    def check_integrity(self, held: list[list[Run]]) -> None:
+        """Raise AssertionError unless every block is free, set aside, or in one of the ``held`` lists, once."""
+        runs = [run for blocks in held for run in blocks]
+        self._blocks.check_integrity([*runs, *(run for _, blocks in self._aside for run in blocks)])
+
+
+def _without(runs: list[Run], count: int) -> list[Run]:
+    """Runs of pages behind the first ``count`` of them."""
+    found: list[Run] = []
+    for start, length in runs:
+        skipped = min(count, length)
+        count -= skipped
+        if length > skipped:
+            found.append((start + skipped, length - skipped))
+    return found
+
+
+@dataclass(eq=False)
+class RowExport:
+    """A row on its way out.
+
+    Attributes:
+        row, most: the row, and blocks that the other server has for it. header: of its object, but for the checksum of
+            its pages. blocks: where the object is, once it is ``ready``. problem: why it cannot go.
+    """
+
+    row: int
+    most: int
+    header: dict[str, Any]
+    listed: torch.Tensor
+    event: Any
+    pages: torch.Tensor
+    blocks: list[Run] = field(default_factory=list)
+    numbers: RowNumbers | None = None
+    copying: Beside[None] | None = None
+    sealing: Future[None] | None = None
+    problem: str = ""
+
+    @property
+    def ready(self) -> bool:
+        """Whether the object is whole."""
+        return self.sealing is not None and self.sealing.done() and not self.problem
+
+
+@dataclass(frozen=True, eq=False)
+class KeptRow:
+    """A row of a request that was retracted, in host memory of its own.
+
+    Attributes:
+        length: tokens that are kept. pages: [n, page_bytes] uint8.
+    """
+
+    length: int
+    high: bool
+    window: int
+    numbers: RowNumbers
+    pages: torch.Tensor
+
+    def end_of_part(self, page: int) -> int:
+        """As ``HostPages``."""
+        return len(self.pages)
+
+
+@dataclass(eq=False)
+class RowImport:
+    """A row of so many ``tokens`` that is expected, in ``blocks``. ``reading``: what is found there once somebody has
+    looked."""
+
+    tokens: int
+    blocks: list[Run]
+    reading: Future[RowHead] | None = None
+
+    @property
+    def looked(self) -> bool:
+        """Whether it was looked at, all of it."""
+        return self.reading is not None and self.reading.done()
+
+
+class RowTransfer:
+    """Exports and imports rows of a page manager's parts.
+
+    Attributes:
+        origin: of what its rows are; it is set before the first one goes. sent, received, failed: rows so far.
+    """
+
+    def __init__(
+        self,
+        device: PageDevice,
+        rows: RequestRows,
+        counts: PageCounts,
+        high: HighRows,
+        windows: RowWindows,
+        blocks: int,
+    ):
+        self.device, self.rows, self.counts, self.geometry = device, rows, counts, device.geometry
+        self.high, self.windows = high, windows
+        on_gpu = device.state.pages.is_cuda
+        self.room = TransferRoom(device.geometry, blocks, pinned=on_gpu)
+        self.origin: Origin | None = None
+        self.sent = self.received = self.failed = 0
+        self._exports: set[RowExport] = set()
+        self._imports: set[RowImport] = set()
+        self._leaving: deque[tuple[Any, list[Run]]] = deque()
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="diffkv-transfer")
+        self._staging: torch.Tensor | None = None
+        if on_gpu:
+            size = (staging_pages(device.fmt, device.geometry.num_pages), device.fmt.page_bytes)
+            self._staging = torch.empty(size, dtype=torch.uint8, device=device.state.device)
+
+    @property
+    def staging_bytes(self) -> int:
+        """Bytes of the device that pages pass through."""
+        return 0 if self._staging is None else self._staging.nbytes
+
+    # Out
+
+    def export(self, row: int, room: int, most: int) -> RowExport:
+        """Begin to send a row past its prompt. ``room``: the servers' number of its request. ``most``: blocks that the
+        other one has for it. Raises torch.OutOfMemoryError, changing nothing."""
+        assert self.origin is not None and row in self.rows and not self.rows.in_prompt(row)
+        state, frozen = self.device.state, self.rows.frozen(row)
+        header = {
+            **self.origin.fields(), "room": room, "length": self.rows.length(row),
+            "frozen": -1 if frozen is None else frozen, "high": row in self.high,
+            "window": self.windows.window_of(row) if row in self.windows else 0,
+        }  # fmt: skip
+        with self.device.launching():
+            tables = [self.device.table_of(row, tier, NO_LIMIT) for tier in range(self._tiers)]
+            used = torch.cat([used for _, used, _ in tables]).int()
+            ranges = torch.cat([known[1:] for _, _, known in tables], dim=1)
+            counts = [x[row].flatten() for x in (state.entries, state.own_entry, state.own_tokens, state.hole)]
+            listed = torch.cat([*counts, state.fault[row].view(1), used, ranges.flatten()])
+            pages = torch.cat([page for page, _, _ in tables])
+            listed, event = to_host(listed)
+        export = RowExport(row, most, header, listed, event, pages)
+        self._exports.add(export)
+        return export
+
+    @property
+    def _tiers(self) -> int:
+        return len(self.device.fmt.tiers)
+
+    def advance(self, export: RowExport) -> bool:
+        """Go on with an export. True once its object is whole, or it has a ``problem``."""
+        if export.problem or export.ready:
+            return True
+        if export.sealing is not None:
+            return self._sealed(export, export.sealing)
+        if export.copying is not None:
+            if export.copying.end is None or export.copying.end.query():
+                export.sealing = self._thread.submit(self._seal, export)
+            return False
+        if export.numbers is None:
+            if export.event is not None and not export.event.query():
+                return False
+            self._know(export)
+        if not export.problem:
+            self._copy(export)
+        return bool(export.problem)
+
+    def _sealed(self, export: RowExport, sealing: Future[None]) -> bool:
+        if not sealing.done():
+            return False
+        if (error := sealing.exception()) is not None:
+            export.problem = f"its object cannot be written: {error!r}"
+        return True
+
+    def _know(self, export: RowExport) -> None:
+        """The row's table is on the host."""
+        heads, tiers, listed = self.geometry.heads, self._tiers, export.listed.numpy()
+        by_tier, hole, fault, rest = np.split(listed, np.cumsum([3 * heads * tiers, heads, 1]))
+        used, low, high = rest.reshape(3, -1)
+        chosen = used.astype(bool)
+        counts, ranges = by_tier.reshape(3, heads, tiers), np.stack([low, high])[:, chosen]
+        export.numbers = RowNumbers.of(counts, hole, ranges)
+        if fault[0]:
+            export.problem = "the pool of pages was empty while it was computed"
+        elif self._blocks_of(export.numbers.pages) > export.most:
+            export.problem = (
+                f"its {export.numbers.pages} pages need {self._blocks_of(export.numbers.pages)} blocks, and the decode "
+                f"server has set {export.most} aside for it"
+            )
+        else:
+            with self.device.launching():
+                export.pages = export.pages[self.device.to_device(chosen.nonzero()[0])]
+
+    def _head_pages(self, pages: int) -> int:
+        """Pages before those of an object of so many."""
+        return -(-head_size(self.geometry, pages) // self.device.fmt.page_bytes)
+
+    def _blocks_of(self, pages: int) -> int:
+        return -(-(self._head_pages(pages) + pages) // self.room.per_block)
+
+    def _copy(self, export: RowExport) -> None:
+        """Copy the row's pages to blocks, if there are so many by now."""
+        numbers = export.numbers
+        assert numbers is not None
+        taken = self.room.take(self._blocks_of(numbers.pages))
+        if taken is None:
+            return
+        export.blocks = taken
+        runs = first_of(_without(self.room.pages_of(taken), self._head_pages(numbers.pages)), numbers.pages)
+        source = self.device.state.pages
+        try:
+            export.copying = self.device.launch_beside(
+                lambda: copy_out(source, export.pages, self.room, runs, self._staging)
+            )
+        except torch.OutOfMemoryError:
+            self.room.set_aside(taken)
+            export.blocks, export.problem = [], "the device has no memory to copy it"
+
+    def _seal(self, export: RowExport) -> None:
+        """Write what stands before the pages. Of the thread."""
+        numbers, page_bytes = export.numbers, self.device.fmt.page_bytes
+        assert numbers is not None
+        runs, before = self.room.pages_of(export.blocks), self._head_pages(numbers.pages)
+        header = {**export.header, "before": before}
+        header["pages"] = self._checksum(first_of(_without(runs, before), numbers.pages))
+        head = RowHead(header, numbers).encode()
+        padded = head.ljust(before * page_bytes, b"\0")
+        for view in self.room.bytes_of(first_of(runs, before)):
+            view[:], padded = padded[: len(view)], padded[len(view) :]
+
+    def _checksum(self, runs: list[Run]) -> str:
+        running = checksum(b"")
+        for view in self.room.bytes_of(runs):
+            running.update(view)
+        return str(running.hexdigest())
+
+    def finish(self, export: RowExport, *, well: bool) -> None:
+        """The object has gone, or is not wanted any more."""
+        if export not in self._exports:
+            return
+        self._exports.remove(export)
+        if export.copying is not None:
+            self.device.join(export.copying)
+        done = export.sealing is None or export.sealing.done()
+        if well and done:
+            self.room.give(export.blocks)
+        else:
+            self.room.set_aside(export.blocks)
+        self.sent += well
+        self.failed += not well
+
+    # In
+
+    def can_expect(self, tokens: int) -> bool:
+        """Whether there are blocks for the row of a prompt of so many tokens."""
+        self.tend()
+        return self.room.has(blocks_for(self.geometry, tokens))
+
+    def expect(self, tokens: int) -> RowImport | None:
+        """Blocks for the row of a prompt of so many tokens; None, changing nothing, if there are not so many."""
+        blocks = self.room.take(blocks_for(self.geometry, tokens))
+        if blocks is None:
+            return None
+        for view in self.room.bytes_of(first_of(self.room.pages_of(blocks), 1)):
+            view[: PREFIX.size] = bytes(PREFIX.size)  # an object that was here before is none of this request
+        found = RowImport(tokens, blocks)
+        self._imports.add(found)
+        return found
+
+    def look(self, wanted: RowImport, room: int) -> None:
+        """The engine says that the row has come: look at it, in the thread."""
+        if wanted.reading is None:
+            wanted.reading = self._thread.submit(self._read, wanted.blocks, room)
+
+    def _read(self, blocks: list[Run], room: int) -> RowHead:
+        """What is in the blocks. Of the thread. Raises ObjectRefused."""
+        assert self.origin is not None
+        runs, page_bytes = self.room.pages_of(blocks), self.device.fmt.page_bytes
+        whole = sum(count for _, count in runs)
+        start = bytes(self._first_bytes(runs, PREFIX.size))
+        size = said_size(start, whole * page_bytes, self.geometry)
+        head = decode_head(self._first_bytes(runs, size), self.geometry)
+        check_head(head, self.geometry, self.origin, room)
+        before = int(head.header["before"])
+        if not size <= before * page_bytes <= (whole - head.numbers.pages) * page_bytes:
+            raise ObjectRefused("header", "its header does not say where its pages are")
+        if self._checksum(first_of(_without(runs, before), head.numbers.pages)) != head.header.get("pages"):
+            raise ObjectRefused("checksum", "its pages are damaged")
+        return head
+
+    def _first_bytes(self, runs: list[Run], size: int) -> bytes:
+        pages = -(-size // self.device.fmt.page_bytes)
+        return b"".join(self.room.bytes_of(first_of(runs, pages)))[:size]
+
+    def restore(self, wanted: RowImport, row: int) -> None:
+        """Make an empty row of what has come. The caller has made sure of the pages. Nothing waits for the device.
+
+        Raises ObjectRefused for what is no row, TableFull, NoRoom and torch.OutOfMemoryError, leaving the row empty.
+        """
+        assert wanted.reading is not None and wanted.reading.done(), "nobody has looked at it"
+        head = wanted.reading.result()
+        if head.length != wanted.tokens:
+            raise ObjectRefused("tokens", "it has another length than its prompt")
+        if head.numbers.pages > most_row_pages(self.geometry, head.length):
+            raise NoRoom("it has more pages than were set aside for it")
+        if head.numbers.pages > self.counts.free_bound() - self.counts.headroom_bound():
+            raise NoRoom("it has more pages than are free")
+        numbers, runs = head.numbers, self.room.pages_of(wanted.blocks)
+        self._make(row, head.length, head.frozen, numbers)
+        runs = first_of(_without(runs, int(head.header["before"])), numbers.pages)
+        state = self.device.state
+        with self.device.launching():
+            pages = self._fill(row, numbers)
+            copy_in(state.pages, self.room, runs, np.ones(numbers.pages, dtype=bool), pages, self._staging)
+            event = None
+            if state.pages.is_cuda:
+                event = torch.cuda.Event()
+                event.record()
+        self._mark(row, head.header)
+        self._imports.remove(wanted)
+        self._leaving.append((event, wanted.blocks))
+        self.received += 1
+        self.tend()
+
+    # Requests that are retracted where there is no prefix cache
+
+    def keep(self, row: int, length: int) -> KeptRow:
+        """Copy the first ``length`` tokens of a row to host memory. Waits for the device. They come back as pages that
+        the row may not write, since the device may have stored one token more."""
+        state, tables = self.device.state, []
+        with self.device.launching():
+            for tier in range(self._tiers):
+                tables.append(self.device.table_of(row, tier, length))
+            pages = torch.cat([page[used] for page, used, _ in tables])
+            ranges = torch.cat([known[1:, used] for _, used, known in tables], dim=1).cpu().numpy()
+            entries = state.entries[row].flatten(0, 1).cpu().numpy()
+            size = (len(pages), self.device.fmt.page_bytes)
+            host = torch.empty(size, dtype=torch.uint8, pin_memory=state.pages.is_cuda)
+            counts = np.stack([entries, entries, np.zeros_like(entries)])
+            numbers = RowNumbers.of(counts, np.full(len(entries), EMPTY), ranges)
+            window = self.windows.window_of(row) if row in self.windows else 0
+            kept = KeptRow(length, row in self.high, window, numbers, host)
+            copy_out(state.pages, pages, kept, [(0, len(pages))] if len(pages) else [], self._staging)
+        return kept
+
+    def bring_back(self, kept: KeptRow, row: int) -> None:
+        """Make an empty row of what was kept. The caller has made sure of the pages. Nothing waits for the device.
+
+        Raises TableFull and torch.OutOfMemoryError, leaving the row empty.
+        """
+        count = kept.numbers.pages
+        self._make(row, kept.length, kept.length, kept.numbers)
+        with self.device.launching():
+            pages = self._fill(row, kept.numbers)
+            runs = [(0, count)] if count else []
+            copy_in(self.device.state.pages, kept, runs, np.ones(count, dtype=bool), pages, self._staging)
+        self._mark(row, {"high": kept.high, "window": kept.window})
+
+    def restore_nothing(self, row: int, tokens: int) -> None:
+        """An empty row is of a prompt of so many tokens, none of which is stored: for requests of the server's own, by
+        which it is warmed up."""
+        self.rows.restore(row, tokens, None)
+        self.counts.touch(row)
+
+    def _make(self, row: int, length: int, frozen: int | None, numbers: RowNumbers) -> None:
+        """Table blocks for a row, and what the host knows of it. Raises TableFull, leaving the row empty."""
+        assert row not in self.rows, "the row is not empty"
+        self.device.space.extend(row, tuple(numbers.entries.max(axis=0, initial=0).tolist()))
+        self.rows.restore(row, length, frozen)
+
+    def _fill(self, row: int, numbers: RowNumbers) -> torch.Tensor:
+        """Pages of the ring for a row, [n] int64, with its table and counts on the device."""
+        device, state = self.device, self.device.state
+        tier, head, entry = numbers.places()
+        column = np.empty(len(tier), dtype=np.int64)
+        for number in range(self._tiers):
+            here = tier == number
+            column[here] = table_column(state, number, entry[here])
+        listed = device.to_device(np.stack([head, column, numbers.low, numbers.high]))
+        counts = np.stack([numbers.entries, numbers.own_entry, numbers.own_tokens])
+        shape = (3, state.num_layers, state.num_heads, self._tiers)
+        entries, own_entry, own_tokens = device.to_device(counts).int().view(shape)
+        hole = device.to_device(numbers.hole).int().view(shape[1:3])
+        place = (state.counters[0] + torch.arange(numbers.pages, device=state.device)) % state.num_pages
+        pages = state.ring[place].long()
+        where = head_index(state, row, listed[0], listed[1])
+        state.counters[0] += numbers.pages
+        state.refcount.index_fill_(0, pages, 1)
+        put_entries(state, where, pages, listed[2], listed[3])
+        state.entries[row], state.own_entry[row], state.own_tokens[row] = entries, own_entry, own_tokens
+        state.kept_entry[row] = 0
+        state.hole[row] = hole
+        self.counts.record(-numbers.pages)
+        self.counts.touch(row)
+        return pages
+
+    def _mark(self, row: int, header: Mapping[str, Any]) -> None:
+        """What the row's request asked for itself."""
+        if header["high"]:
+            self.high.keep(row)
+        if header["window"]:
+            self.windows.keep(row, int(header["window"]))
+
+    def give_up(self, wanted: RowImport) -> None:
+        """The row is not wanted any more, or does not come."""
+        if wanted in self._imports:
+            self._imports.remove(wanted)
+            self.room.set_aside(wanted.blocks)
+            self.failed += 1
+
+    # The end
+
+    def tend(self) -> None:
+        """Take back the blocks of rows that are on the device by now."""
+        while self._leaving and (self._leaving[0][0] is None or self._leaving[0][0].query()):
+            self.room.give(self._leaving.popleft()[1])
+
+    def forget(self, row: int) -> None:
+        """The row is about to be released: what is being copied of it is copied before its pages are written again."""
+        for export in [x for x in self._exports if x.row == row]:
+            self.finish(export, well=False)
+
+    def report(self) -> dict[str, int]:
+        """For ``/server_info``."""
+        self.tend()
+        on_the_way = len(self._exports) + len(self._imports)
+        return {
+            "sent": self.sent, "received": self.received, "failed": self.failed, "on_the_way": on_the_way,
+            "blocks": self.room.count, "blocks_used": self.room.used, "block_bytes": self.room.block_bytes,
+        }  # fmt: skip
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError unless every block is free or that of one row on its way."""
+        held = [x.blocks for x in self._exports] + [x.blocks for x in self._imports]
+        self.room.check_integrity(held + [blocks for _, blocks in self._leaving])
+        for export in self._exports:
+            assert export.row in self.rows, "a row that nobody has is being sent"

@@ -1,0 +1,178 @@
+"""A server that generates from prompts which others have computed (SGLang's ``--disaggregation-mode decode``): it takes
+a prompt's row whole, as it was compressed there, and goes on with it.
+
+SGLang's queues, receivers and polls stay. When SGLang sets KV slots aside for a prompt, pages are promised, and the
+transfer engine gets blocks of host memory for the row's object. When the engine says that all has come, a thread checks
+it. Only then SGLang hears of it, and the row is made behind what is launched.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from sglang_diffkv.srt.scheduling.allocator import requests_of
+from sglang_diffkv.srt.scheduling.receiving import REFUSED, Receiving
+from sglang_diffkv.srt.scheduling.refused_requests import tell_refused
+from sglang_diffkv.srt.scheduling.sending import block_numbers
+from sglang_diffkv.srt.versions import disaggregation
+
+logger = logging.getLogger(__name__)
+
+NEVER = 1 << 60
+"""High-tier tokens that no server has."""
+
+
+# Room
+
+
+def required_admission_tokens(original: Any, self: Any, req: Any, *args: Any, **kwargs: Any) -> int:
+    """What a prompt needs of the pool before SGLang sets KV slots aside for it: more than there is while pages, table
+    blocks or the engine's blocks are short."""
+    requests, found = requests_of(self), original(self, req, *args, **kwargs)
+    if requests is None or requests.receiving is None or requests.receiving.has_room(req):
+        return int(found)
+    return NEVER
+
+
+def prealloc_required_tokens(original: Any, self: Any, req: Any) -> tuple[int, int]:
+    """What a retracted request needs to come back: what its pages take, and not what its tokens do."""
+    requests, (tokens, of_windows) = requests_of(self), original(self, req)
+    back = None if requests is None or requests.receiving is None else requests.receiving.tokens_back(req)
+    return tokens if back is None else max(back + self.num_reserved_decode_tokens, 1), of_windows
+
+
+def pre_alloc(original: Any, self: Any, req: Any, *args: Any, **kwargs: Any) -> Any:
+    """A prompt gets its KV slots, and with them what its row will need."""
+    found, requests = original(self, req, *args, **kwargs), requests_of(self)
+    if requests is not None and requests.receiving is not None and not disaggregation.was_kept(req):
+        requests.receiving.expect(req)
+    return found
+
+
+def transfer_page_indices(original: Any, self: Any, decode_req: Any, *args: Any, **kwargs: Any) -> Any:
+    """Where the prefill server is to send a prompt: to blocks, and not to KV slots."""
+    requests = requests_of(self)
+    wanted = None if requests is None or requests.receiving is None else requests.receiving.imports.get(decode_req.req)
+    return original(self, decode_req, *args, **kwargs) if wanted is None else block_numbers(wanted.blocks)
+
+
+# Arrival
+
+
+def poll_with_metadata_gate(original: Any, self: Any) -> list[int]:
+    """What has come counts as still on its way until it was checked. What is refused has failed."""
+    polls, requests = list(original(self)), requests_of(self.scheduler)
+    if requests is None or requests.receiving is None:
+        return polls
+    known = disaggregation.transfer_states()
+    for index, decode_req in enumerate(self.queue):
+        if polls[index] != known.Success:
+            continue
+        try:
+            polls[index] = known.Success if requests.receiving.arrived(decode_req.req) else known.Transferring
+        except Exception as error:
+            receiver = decode_req.kv_receiver
+            receiver.kv_mgr.record_failure(receiver.bootstrap_room, f"DiffKV refuses what has come: {error}")
+            polls[index] = known.Failed
+    return polls
+
+
+def commit_transfer_to_req(original: Any, self: Any, decode_req: Any) -> None:
+    """A prompt has come, and SGLang has taken its first token: its row is made."""
+    original(self, decode_req)
+    req, requests = decode_req.req, requests_of(self.scheduler)
+    if requests is None or requests.receiving is None or req.finished():
+        return
+    try:
+        requests.receiving.begin(req)
+    except REFUSED as error:
+        logger.error("DiffKV: request %s cannot begin: %s", req.rid, error)
+        disaggregation.prepare_abort(req, f"DiffKV: the request cannot begin: {error}")
+
+
+def get_next_disagg_decode_batch_to_run(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
+    """As ``get_next_batch_to_run``, which a server that does all calls."""
+    requests = requests_of(self)
+    if requests is None:
+        return original(self, *args, **kwargs)
+    requests.scheduling_begins(self.waiting_queue)
+    plan = original(self, *args, **kwargs)
+    tell_refused(self, requests)
+    return plan
+
+
+# Retraction
+
+
+def offload_kv_cache(original: Any, self: Any, req_to_token_pool: Any, token_to_kv_pool_allocator: Any) -> None:
+    """A retracted request's row goes to host memory."""
+    receiving = _receiving(token_to_kv_pool_allocator)
+    if receiving is None:
+        original(self, req_to_token_pool, token_to_kv_pool_allocator)
+    else:
+        disaggregation.keep_for(self, receiving.keep(self))
+
+
+def load_kv_cache(original: Any, self: Any, req_to_token_pool: Any, token_to_kv_pool_allocator: Any) -> None:
+    """It comes back."""
+    receiving = _receiving(token_to_kv_pool_allocator)
+    if receiving is None:
+        original(self, req_to_token_pool, token_to_kv_pool_allocator)
+    else:
+        receiving.bring_back(self, disaggregation.kept_of(self))
+        disaggregation.has_come_back(self)
+
+
+def _receiving(allocator: Any) -> Receiving | None:
+    requests = getattr(allocator, "requests", None)
+    return None if requests is None else requests.receiving
+
+
+# The handshake
+
+
+def try_ensure_parallel_info(original: Any, self: Any, bootstrap_addr: str) -> bool:
+    """SGLang compares servers when they first meet, and would end this one where they differ: the requests of that
+    prefill server end instead, and say in what."""
+    told: dict[str, str] = self.__dict__.setdefault("diffkv_refused", {})
+    try:
+        found = bool(original(self, bootstrap_addr))
+        told.pop(bootstrap_addr, None)
+        return found
+    except RuntimeError as error:
+        if not disaggregation.speaks_of_rows(self.kv_cache_dtype_str):
+            raise
+        told[bootstrap_addr] = disaggregation.how_servers_differ(str(error), self.kv_cache_dtype_str)
+        logger.error("DiffKV: the prefill server at %s is refused: %s", bootstrap_addr, told[bootstrap_addr])
+        return False
+
+
+def ensure_prefill_info(original: Any, self: Any, addr_to_reqs: Any) -> Any:
+    """Requests of a prefill server that was refused end at once."""
+    ready, remaining = original(self, addr_to_reqs)
+    told: dict[str, str] = getattr(self.kv_manager, "diffkv_refused", {})
+    waiting = []
+    for decode_req in remaining:
+        reason, receiver = told.get(disaggregation.bootstrap_address(decode_req.req)), decode_req.kv_receiver
+        if reason is None:
+            waiting.append(decode_req)
+        elif receiver is not None:
+            receiver.abort()
+            receiver.kv_mgr.record_failure(receiver.bootstrap_room, f"DiffKV refuses the prefill server: {reason}")
+    return ready, waiting
+
+
+HOOKS = (
+    required_admission_tokens,
+    prealloc_required_tokens,
+    pre_alloc,
+    transfer_page_indices,
+    poll_with_metadata_gate,
+    commit_transfer_to_req,
+    get_next_disagg_decode_batch_to_run,
+    offload_kv_cache,
+    load_kv_cache,
+    try_ensure_parallel_info,
+    ensure_prefill_info,
+)

@@ -1,0 +1,63 @@
+"""A server that computes prompts for others (SGLang's ``--disaggregation-mode prefill``): when a prompt has ended, its
+row is sent whole, as it is compressed, and not its tokens by KV slot.
+
+SGLang's queues, senders and polls stay. A prompt's sender waits for its input until the row's object is whole in the
+blocks that the transfer engine reads (``mem_pool/row_transfer.py``). Then the blocks that it fills go to the first ones
+that the decode server has named.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from sglang_diffkv.srt.scheduling.allocator import requests_of
+from sglang_diffkv.srt.scheduling.refused_requests import tell_refused
+from sglang_diffkv.srt.versions import disaggregation
+
+
+def send_kv_chunk(original: Any, self: Any, req: Any, last_chunk: bool = False, end_idx: int | None = None) -> None:
+    """A prompt's chunk could be sent: only its end is, as nothing before is final. Requests of SGLang's own, by which a
+    server is warmed up, send nothing."""
+    requests = requests_of(self)
+    if requests is None or requests.sending is None or disaggregation.is_own_request(req):
+        return original(self, req, last_chunk=last_chunk, end_idx=end_idx)
+    if last_chunk:
+        self.disagg_metadata_buffers.set_buf(req)
+        requests.sending.begin(req)
+        self.disagg_prefill_pending_chunk_rids.discard(req.rid)
+    return None
+
+
+def maybe_send_cached_prefix_chunk(original: Any, self: Any, req: Any) -> None:
+    """A cached prefix is sent with the row that reads it, not before."""
+    if requests_of(self) is None:
+        original(self, req)
+
+
+def process_disagg_prefill_inflight_queue(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
+    """Before SGLang asks how far its senders are: give them what is whole."""
+    requests = requests_of(self)
+    if requests is not None and requests.sending is not None:
+        requests.sending.advance()
+    return original(self, *args, **kwargs)
+
+
+def get_next_disagg_prefill_batch_to_run(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
+    """As ``get_next_batch_to_run``, which a server that does all calls."""
+    requests = requests_of(self)
+    if requests is None:
+        return original(self, *args, **kwargs)
+    requests.scheduling_begins(self.waiting_queue)
+    plan = original(self, *args, **kwargs)
+    for req in requests.refused:
+        self.release_aborted_prefill_waiting_req(req)
+    tell_refused(self, requests)
+    return plan
+
+
+HOOKS = (
+    send_kv_chunk,
+    maybe_send_cached_prefix_chunk,
+    process_disagg_prefill_inflight_queue,
+    get_next_disagg_prefill_batch_to_run,
+)

@@ -1,0 +1,125 @@
+"""Rows of prompts that another server has computed, on their way here, and rows of requests that were retracted."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+
+from sglang_diffkv.mem_pool.ledger import PageLedger
+from sglang_diffkv.mem_pool.row_transfer import KeptRow, NoRoom, RowImport, RowTransfer, most_row_pages
+from sglang_diffkv.mem_pool.segment_object import ObjectRefused
+from sglang_diffkv.mem_pool.table_space import TableFull
+from sglang_diffkv.srt.versions import compat, disaggregation
+
+REFUSED = (ObjectRefused, TableFull, NoRoom, torch.OutOfMemoryError)
+"""Errors by which one request ends, and no other."""
+
+
+class Receiving:
+    """Prompts whose rows are on their way here, by request, and rows of retracted requests.
+
+    Attributes:
+        counts: retracted requests that were kept and came back, and those that could not.
+    """
+
+    def __init__(self, ledger: PageLedger):
+        self.ledger, self.manager = ledger, ledger.manager
+        self.imports: dict[Any, RowImport] = {}
+        self.counts = {"kept": 0, "restored": 0, "lost": 0}
+
+    @property
+    def transfer(self) -> RowTransfer:
+        transfer = self.manager.transfer
+        assert transfer is not None
+        return transfer
+
+    def has_room(self, req: Any) -> bool:
+        """Whether pages, table blocks and the engine's blocks are free for a prompt that is to come."""
+        tokens = disaggregation.expected_tokens(req)
+        if self.ledger.table_starved(self.ledger.blocks_for([], tokens)):
+            return False
+        if self._pages(tokens) > self.ledger.uncommitted_pages():
+            return False
+        return disaggregation.is_own_request(req) or self.transfer.can_expect(tokens)
+
+    def _pages(self, tokens: int) -> int:
+        """Pages for a prompt, at most: all there are for one that needs about so many, or it would wait for ever."""
+        geometry = self.manager.geometry
+        return min(most_row_pages(geometry, tokens), geometry.num_pages)
+
+    def expect(self, req: Any) -> None:
+        """SGLang has given a prompt that is to come its KV slots. There is room for it."""
+        tokens = disaggregation.expected_tokens(req)
+        self.ledger.set_aside(req, self._pages(tokens), self.ledger.blocks_for([], tokens))
+        if disaggregation.is_own_request(req):
+            return
+        wanted = self.transfer.expect(tokens)
+        assert wanted is not None, "blocks were free, and nobody took them"
+        self.imports[req] = wanted
+
+    def arrived(self, req: Any) -> bool:
+        """The engine says that a request's row has come. True once it was checked.
+
+        Raises what is wrong with it, one of ``REFUSED``.
+        """
+        wanted = self.imports.get(req)
+        if wanted is None:
+            return True
+        self.transfer.look(wanted, req.bootstrap_room)
+        assert wanted.reading is not None
+        if not wanted.looked:
+            return False
+        wanted.reading.result()
+        return True
+
+    def begin(self, req: Any) -> None:
+        """The request's row is made of what has come. Raises one of ``REFUSED``."""
+        row, wanted = compat.allocated_row_of(req), self.imports.get(req)
+        self.ledger.forget(req)
+        if wanted is None:
+            self.transfer.restore_nothing(row, len(req.origin_input_ids))
+            return
+        self.transfer.restore(wanted, row)
+        del self.imports[req]
+
+    def keep(self, req: Any) -> KeptRow | None:
+        """The request is about to be retracted. None if it has no token whose keys and values are stored."""
+        row, tokens = compat.row_of(req), compat.tokens_of(req) - 1
+        rows = self.manager.rows
+        if row is None or tokens <= 0 or rows.length(row) < tokens or row in self.manager.counts.faulted:
+            return None
+        self.counts["kept"] += 1
+        return self.transfer.keep(row, tokens)
+
+    def bring_back(self, req: Any, kept: KeptRow | None) -> None:
+        """A retracted request has got KV slots again. One that cannot come back ends with an error behind its next
+        step."""
+        row, tokens = compat.allocated_row_of(req), compat.tokens_of(req) - 1
+        try:
+            if kept is None:
+                raise NoRoom("its pages were not complete when it was retracted")
+            if kept.numbers.pages > self.ledger.uncommitted_pages():
+                raise NoRoom("it has more pages than are free")
+            self.transfer.bring_back(kept, row)
+            self.counts["restored"] += 1
+        except REFUSED as error:
+            if row in self.manager.rows:
+                self.manager.release(row)
+            self.transfer.restore_nothing(row, tokens)
+            self.counts["lost"] += 1
+            compat.finish_with_error(req, f"DiffKV: a retracted request cannot go on: {error}. Retry it.")
+
+    def tokens_back(self, req: Any) -> int | None:
+        """High-tier tokens that a retracted request takes when it comes back; None for one that was not kept."""
+        kept = disaggregation.kept_of(req)
+        if not isinstance(kept, KeptRow):
+            return None
+        return math.ceil(kept.numbers.pages * self.manager.fmt.high.tokens / self.manager.geometry.heads)
+
+    def left(self, req: Any) -> None:
+        """The request gives up its row."""
+        wanted = self.imports.pop(req, None)
+        if wanted is not None:
+            self.transfer.give_up(wanted)

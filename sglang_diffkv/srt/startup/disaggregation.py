@@ -1,0 +1,120 @@
+"""Servers that compute prompts for others, or go on with them: what is refused at start, the memory that it takes, and
+what two servers tell each other of themselves before the first row goes."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from sglang_diffkv.config import DiffKVConfig, load_config
+from sglang_diffkv.layout.geometry import Geometry
+from sglang_diffkv.mem_pool.row_object import VERSION
+from sglang_diffkv.mem_pool.row_transfer import room_blocks
+from sglang_diffkv.mem_pool.segment_object import Origin
+from sglang_diffkv.releases import RELEASES
+from sglang_diffkv.srt.models.speculation import algorithm_of
+from sglang_diffkv.srt.scheduling.allocator import requests_of
+from sglang_diffkv.srt.startup import host_options, own_means
+from sglang_diffkv.srt.startup.model_identity import model_digest, row_facts
+from sglang_diffkv.srt.versions import compat, disaggregation
+
+OPTION = "--disaggregation-mode"
+OFF, PREFILL, DECODE = "null", "prefill", "decode"
+TRANSFER = "mooncake"
+"""SGLang's transfer backend that moves host memory as the room's blocks are."""
+
+STAGING = "SGLANG_DISAGG_STAGING_BUFFER"
+
+
+def mode_of(args: Any) -> str:
+    """What the server does: ``OFF`` if all, else ``PREFILL`` or ``DECODE``."""
+    return str(getattr(compat.resolved(args), "disaggregation_mode", OFF) or OFF)
+
+
+def problems(args: Any, config: DiffKVConfig) -> list[str]:
+    """What does not work of the user's arguments where a server does one half, each with what to do."""
+    mode, view = mode_of(args), compat.resolved(args)
+    if mode == OFF:
+        return []
+    served = [version for version, release in RELEASES.items() if release.disaggregation]
+    if not compat.installed().disaggregation:
+        return [
+            f"{OPTION} with SGLang {compat.sglang_version()}, where it was not tested: install SGLang "
+            f"{', '.join(served)}, or drop {OPTION}"
+        ]
+
+    def given(name: str, off: Any = None) -> Any:
+        return getattr(view, name, off)
+
+    drop = f"drop it, or {OPTION}"
+    backend = given("disaggregation_transfer_backend")
+    found = {
+        f"--disaggregation-transfer-backend {backend}: use {TRANSFER}, which moves host memory": backend != TRANSFER,
+        f"--tp-size {given('tp_size')} with {OPTION}: use --tp-size 1": (given("tp_size") or 1) > 1,
+        f"--dp-size {given('dp_size')} with {OPTION}: start as many servers": (given("dp_size") or 1) > 1,
+        f"--page-size {given('page_size')} with {OPTION}: {drop}": (given("page_size") or 1) > 1,
+        f"speculative decoding with {OPTION}: drop one of them": bool(algorithm_of(view)),
+        f"LoRA with {OPTION}: drop one of them": bool(given("enable_lora") or given("lora_paths")),
+        f"--enable-hierarchical-cache with {OPTION}: drop one of them": host_options.asks_for_host_tier(args),
+        f"--kv-canary with {OPTION}: drop one of them": given("kv_canary", "none") != "none",
+        f"--enable-mixed-chunk with {OPTION}: drop one of them": given("enable_mixed_chunk"),
+        f"--disaggregation-decode-enable-radix-cache: {drop}": given("disaggregation_decode_enable_radix_cache"),
+        f"--disaggregation-decode-host-receive-threshold: {drop}": (
+            given("disaggregation_decode_host_receive_threshold", 0) > 0
+        ),
+        f"--disaggregation-decode-retraction-backup host_pool: {drop}": (
+            given("disaggregation_decode_retraction_backup") == "host_pool"
+        ),
+        f"--disaggregation-enable-kv-checksum: {drop}; rows have checksums": given("disaggregation_enable_kv_checksum"),
+        f"--optimistic-prefill-attempts with {OPTION}: {drop}": (given("optimistic_prefill_attempts") or 0) > 0,
+        f'"prefix_fidelity": "exact" with {OPTION}: leave it out': config.prefix_fidelity == "exact",
+        f"a policy that compresses running requests in pages of their own, with {OPTION}: choose another": (
+            config.build_policy().running is not None
+        ),
+        f"{STAGING} with {OPTION}: unset it": os.environ.get(STAGING, "").lower() in ("1", "true", "yes", "y"),
+    }
+    unseen = compat.untried_on_a_gpu(given("device"), OPTION, "drop it")
+    return unseen + [text for text, wrong in found.items() if wrong]
+
+
+def model_problems(configurator: Any) -> list[str]:
+    """What is wrong with a model for servers that do one half. ``configurator``: SGLang's KVCacheConfigurator."""
+    args = getattr(configurator, "server_args", None)
+    if args is None or mode_of(args) == OFF:
+        return []
+    found = {
+        f"states of layers that do not attend, with {OPTION}: drop it": (
+            getattr(configurator, "mambaish_config", None) is not None
+        ),
+        f"images, with {OPTION}: drop it": getattr(configurator.model_config, "is_multimodal", False),
+    }
+    return [text for text, wrong in found.items() if wrong]
+
+
+def transfer_blocks(args: Any, geometry: Geometry) -> int:
+    """Blocks of host memory for rows on their way; 0 where one server does all."""
+    return 0 if mode_of(args) == OFF else room_blocks(geometry)
+
+
+def init_kv_manager(original: Any, self: Any) -> Any:
+    """SGLang is about to register the memory that its transfer engine reads or writes, and to tell other servers of
+    itself. What it tells is what rows are here: it refuses a server that tells otherwise."""
+    requests = requests_of(self.scheduler)
+    transfer = None if requests is None else requests.manager.transfer
+    if requests is None or transfer is None:
+        return original(self)
+    scheduler, config = self.scheduler, load_config()
+    facts = row_facts(config, own_means.digest())
+    manager, runner = requests.manager, scheduler.tp_worker.model_runner
+    model = model_digest(scheduler.server_args, scheduler.model_config)
+    origin = Origin.of(manager.geometry, manager.state.dtype, model, str(facts["digest"]))
+    transfer.origin = origin
+    told = {"rows": VERSION, **facts, "model": origin.model, "dtype": origin.dtype, **dict(origin.shape)}
+    usual, runner.kv_cache_dtype_str = runner.kv_cache_dtype_str, disaggregation.told_of_rows(told)
+    try:
+        return original(self)
+    finally:
+        runner.kv_cache_dtype_str = usual
+
+
+HOOKS = (init_kv_manager,)

@@ -1,0 +1,1 @@
+"""In the place of Mooncake's package for servers of tests: see ``engine``."""

@@ -1,0 +1,97 @@
+"""Two servers of which one computes prompts and the other goes on with them, and what a router does between them."""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import requests
+
+from benchmarks.paths import NANO
+from sglang_diffkv.evaluate.ports import Port
+from sglang_diffkv.evaluate.server import Server
+from tests.servers.loopback.mooncake.engine import SECONDS_ENV
+from tests.servers.shared import START_TIMEOUT, STRICT
+
+ENGINE = Path(__file__).parent / "loopback"
+_ROOMS = itertools.count((os.getpid() << 32) + 1)
+
+
+class Pair:
+    """A prefill server and a decode server.
+
+    Args:
+        config, decode_config: the plugin's configuration of both, or of the second one alone. args, decode_args: the
+            same of further arguments. seconds: that each write between them takes.
+    """
+
+    def __init__(
+        self,
+        config: Mapping[str, Any],
+        args: Sequence[str] = (),
+        *,
+        decode_config: Mapping[str, Any] | None = None,
+        decode_args: Sequence[str] = (),
+        seconds: float = 0.0,
+    ):
+        self.bootstrap, self._args, self._seconds = Port(), args, seconds
+        self._threads = ThreadPoolExecutor(32)
+        self.prefill = self._server("prefill", config, ())
+        self.decode = self._server("decode", decode_config or config, decode_args)
+
+    def _server(self, mode: str, config: Mapping[str, Any], args: Sequence[str]) -> Server:
+        paths = os.pathsep.join([str(ENGINE), *os.environ.get("PYTHONPATH", "").split(os.pathsep)])
+        env = {**STRICT, "PYTHONPATH": paths, "SGLANG_HOST_IP": "127.0.0.1", SECONDS_ENV: str(self._seconds)}
+        own = ["--disaggregation-mode", mode, "--disaggregation-transfer-backend", "mooncake"]
+        own += ["--disaggregation-bootstrap-port", str(self.bootstrap.number), *self._args, *args]
+        return Server(NANO, "diffkv", own, diffkv_config=config, env=env, timeout=START_TIMEOUT)
+
+    def another_decode(self, config: Mapping[str, Any]) -> Server:
+        """A further decode server, which is to be entered."""
+        return self._server("decode", config, ())
+
+    def __enter__(self) -> Pair:
+        with ThreadPoolExecutor(2) as threads:
+            for started in [threads.submit(x.start) for x in (self.prefill, self.decode)]:
+                started.result()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        with ThreadPoolExecutor(2) as threads:
+            for stopped in [threads.submit(x.stop, 0.0) for x in (self.prefill, self.decode)]:
+                stopped.result()
+
+    def send(
+        self, payload: Mapping[str, Any], *, decode: Server | None = None, timeout: float = 120.0
+    ) -> tuple[Future[requests.Response], Future[requests.Response]]:
+        """Both servers' responses to one request, as a router sends it to both. ``decode``: in the place of its own."""
+        room = {
+            "bootstrap_host": "127.0.0.1", "bootstrap_port": self.bootstrap.number, "bootstrap_room": next(_ROOMS),
+        }  # fmt: skip
+        first, second = (
+            self._threads.submit(server.post, "/generate", {**payload, **room}, timeout=timeout)
+            for server in (self.prefill, decode or self.decode)
+        )
+        return first, second
+
+    def ask(self, payload: Mapping[str, Any], *, decode: Server | None = None) -> requests.Response:
+        """The decode server's response, once both have answered."""
+        first, second = self.send(payload, decode=decode)
+        first.result()
+        return second.result()
+
+    def reply(self, prompt: Sequence[int], new_tokens: int, **more: Any) -> list[int]:
+        """Output tokens, greedily."""
+        response = self.ask(request(prompt, new_tokens, **more))
+        response.raise_for_status()
+        return list(response.json()["output_ids"])
+
+
+def request(prompt: Sequence[int], new_tokens: int, **more: Any) -> dict[str, Any]:
+    """A request for so many tokens, greedily."""
+    parameters = {"temperature": 0, "max_new_tokens": new_tokens, "ignore_eos": True, **more}
+    return {"input_ids": list(prompt), "sampling_params": parameters}

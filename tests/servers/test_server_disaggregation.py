@@ -1,0 +1,124 @@
+"""One server computes prompts and another goes on with them: tokens are those of a server that does both, what fails
+ends its own request alone, and no page or block is lost on either."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+
+import pytest
+
+from sglang_diffkv.srt.versions import compat
+from tests.helpers import until
+from tests.servers.pair import Pair, request
+from tests.servers.shared import STRICT, SharedServer, check_idle, stats_of
+
+pytestmark = [
+    pytest.mark.server,
+    pytest.mark.skipif(not compat.installed().disaggregation, reason="this SGLang is refused with it"),
+]
+
+LOSSLESS = {"tiers": ["BF16"]}
+DEFAULT = {"policy": {"name": "diffkv", "window": 24}, "page_tokens": 16, "share_min_tokens": 32}
+
+
+def prompt(tokens: int, seed: int) -> list[int]:
+    return [(7 * k * k + 3 * k * seed + 11 * seed) % 900 + 10 for k in range(tokens)]
+
+
+PREFIX = prompt(200, 1)
+PROMPTS = [prompt(5, 2), prompt(47, 3), prompt(333, 4), PREFIX + prompt(70, 5), PREFIX + prompt(91, 6)]
+"""Shorter than the window, frozen, in chunks, and two that share a prefix."""
+
+
+ROOMY = ("--max-total-tokens", "16384", "--chunked-prefill-size", "128")
+TIGHT = ("--max-total-tokens", "620", "--num-reserved-decode-tokens", "16")
+"""Three or four of the replies below fill the pool of the decode server."""
+
+
+def settled(pair: Pair) -> None:
+    """Nothing is on its way, and no page, block or request is left behind."""
+    for server in (pair.prefill, pair.decode):
+        until(lambda server=server: stats_of(server)["transfer"]["on_the_way"] == 0)  # type: ignore[misc]
+        check_idle(server)
+
+
+@pytest.fixture(scope="module")
+def pairs() -> Iterator[dict[str, Pair]]:
+    """Of each configuration, started together. The decode server of the lossless one is small."""
+    found = {"default": Pair(DEFAULT, ROOMY), "lossless": Pair(LOSSLESS, ROOMY, decode_args=TIGHT)}
+    with ExitStack() as stack:
+        for pair in found.values():
+            stack.enter_context(pair)
+        yield found
+
+
+@pytest.mark.parametrize("name", ["default", "lossless"])
+def test_two_servers_give_the_tokens_of_one(name: str, pairs: dict[str, Pair], shared_server: SharedServer) -> None:
+    two, config = pairs[name], {"default": DEFAULT, "lossless": LOSSLESS}[name]
+    replies = [two.reply(x, 40) for x in PROMPTS]
+    one = shared_server.get("diffkv", ROOMY, config=config, env=STRICT)
+    assert replies == [one.generate(request(x, 40))["output_ids"] for x in PROMPTS]
+    sent, received = (stats_of(server)["transfer"] for server in (two.prefill, two.decode))
+    assert (sent["sent"], received["received"]) == (len(PROMPTS), len(PROMPTS))
+    settled(two)
+
+
+def test_a_full_decode_server_retracts_and_all_replies_are_those_of_a_roomy_one(pairs: dict[str, Pair]) -> None:
+    two = pairs["lossless"]
+    prompts = [prompt(60 + 17 * k, 10 + k) for k in range(5)]
+    alone = [two.reply(x, 100) for x in prompts]
+    with ThreadPoolExecutor(len(prompts)) as threads:
+        together = list(threads.map(lambda x: two.reply(x, 100), prompts))
+    assert together == alone
+    found = stats_of(two.decode)["transfer"]
+    assert found["retracted_kept"] == found["retracted_restored"] > 0 and not found["retracted_lost"]
+    settled(two)
+
+
+def test_aborts_end_their_request_alone(pairs: dict[str, Pair]) -> None:
+    """Some wait, some are on their way and some generate when they are aborted, on one server and then on the other."""
+    two = pairs["default"]
+    asked = [two.send({**request(prompt(150 + 9 * k, 30 + k), 50), "rid": f"abort-{k}"}) for k in range(12)]
+    for k in range(0, 12, 2):
+        time.sleep(0.15)
+        for server in (two.prefill, two.decode) if k % 4 else (two.decode, two.prefill):  # as a router tells both
+            server.post("/abort_request", {"rid": f"abort-{k}"})
+    answers = [(first.result(), second.result()) for first, second in asked]
+    for _, response in answers[1::2]:
+        assert response.status_code == 200 and len(response.json()["output_ids"]) == 50
+    settled(two)
+    assert two.reply(PROMPTS[1], 10) == two.reply(PROMPTS[1], 10)
+
+
+def test_a_server_of_another_configuration_is_refused_in_words(pairs: dict[str, Pair]) -> None:
+    """It and the prefill server go on, and the other decode server still gets its prompts."""
+    two = pairs["default"]
+    with two.another_decode({**DEFAULT, "page_tokens": 32}) as other:
+        waits, refused = two.send(request(PROMPTS[1], 5), decode=other)
+        assert refused.result().status_code == 500
+        assert "page_tokens is" in refused.result().text and "Start both servers alike" in refused.result().text
+        assert other.alive() and two.prefill.alive()
+        two.prefill.post("/abort_request", {"abort_all": True})
+        waits.result()
+    assert len(two.reply(PROMPTS[1], 5)) == 5
+    settled(two)
+
+
+def test_a_decode_server_that_dies_takes_its_own_requests_along(pairs: dict[str, Pair]) -> None:
+    """Its prompts are given up on the prefill server, which serves others."""
+    two = pairs["default"]
+    with two.another_decode(DEFAULT) as other:
+        assert two.ask(request(PROMPTS[1], 5), decode=other).status_code == 200
+        asked = [two.send(request(prompt(500, 50 + k), 200), decode=other) for k in range(3)]
+        time.sleep(0.5)
+        other.stop(grace=0.0)
+        for _, second in asked:
+            assert second.exception() is not None, "the server that died has answered"
+    assert two.prefill.alive() and len(two.reply(PROMPTS[2], 5)) == 5
+    two.prefill.post("/abort_request", {"abort_all": True})  # what had not met the server that died
+    for first, _ in asked:
+        first.result()
+    settled(two)
