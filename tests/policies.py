@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Callable
 from dataclasses import fields
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_args
 
+from benchmarks.paths import REPOSITORY
 from sglang_diffkv.policies.base import Policy
 from sglang_diffkv.policies.diffkv import DiffKVPolicy
 from sglang_diffkv.policies.duo import DuoPolicy, DuoPolicyConfig
@@ -13,6 +16,7 @@ from sglang_diffkv.policies.h2o import H2OPolicy, H2OPolicyConfig
 from sglang_diffkv.policies.leankv import LeanKVPolicy, LeanKVPolicyConfig
 from sglang_diffkv.policies.options import PolicyOptions
 from sglang_diffkv.policies.pyramidkv import PyramidKVPolicy, PyramidKVPolicyConfig
+from sglang_diffkv.policies.registry import PolicyConfig
 from sglang_diffkv.policies.snapkv import SnapKVPolicy, SnapKVPolicyConfig
 from sglang_diffkv.policies.streaming import StreamingPolicy, StreamingPolicyConfig
 from sglang_diffkv.policies.xkv import XKVPolicy, XKVPolicyConfig
@@ -55,3 +59,19 @@ WINDOWED: dict[str, tuple[tuple[str, ...], Policy]] = {
     "shares of the sum": (PAIR, leankv_policy(0.3, 0.1, 8)),
 }
 """Tiers and rules under which tokens leave a window of eight."""
+
+
+def documented_methods(layers: int, heads: int) -> dict[str, dict[str, Any]]:
+    """Of each method the fields of ``policy`` in its first example in docs/methods.md, with a pattern of so many layers
+    and KV heads where that names a file. A method without an example has its name alone."""
+    page = (REPOSITORY / "docs" / "methods.md").read_text(encoding="utf-8")
+    found: dict[str, dict[str, Any]] = {}
+    for text in re.findall(r'^`(\{.*?"policy": .*?\}\})`', page, re.MULTILINE):
+        policy = json.loads(text)["policy"]
+        if "pattern" in policy:
+            policy["pattern"] = [[1.0, *[0.25] * (heads - 1)]] * layers
+        found.setdefault(policy["name"], policy)
+    return {name: found.get(name, {"name": name}) for name in METHOD_NAMES}
+
+
+METHOD_NAMES: tuple[str, ...] = tuple(kind.model_fields["name"].default for kind in get_args(PolicyConfig))

@@ -23,19 +23,10 @@ from sglang_diffkv.policies.registry import PolicyConfig
 from sglang_diffkv.refusals import Kind, kind_of
 from tests.dense import Session
 from tests.helpers import make_manager
+from tests.policies import documented_methods
 
 LAYERS, HEADS = 2, 2
 POLICIES: dict[str, type[BaseModel]] = {kind.model_fields["name"].default: kind for kind in get_args(PolicyConfig)}
-NEEDED: dict[str, dict[str, Any]] = {
-    "snapkv": {"fraction": 0.5},
-    "pyramidkv": {"fraction": 0.5},
-    "knorm": {"fraction": 0.5},
-    "random": {"fraction": 0.5},
-    "h2o": {"fraction": 0.5},
-    "duo": {"pattern": [[0.5, 0.25]] * LAYERS},
-    "xkv": {"keep": 0.5},
-    "zipage": {"max_blocks": 3},
-}
 OUTSIDE = re.compile("allowed is (a whole|a) number")
 ALONE = {"min_retention": "keep", "layer_fractions": "keep"}
 """Fields that stand in the place of another."""
@@ -99,8 +90,9 @@ def configuration(policy: str, **fields: Any) -> dict[str, Any]:
     tiers = {"diffkv": ["K8V4", "K4V2"], "leankv": ["K8V4", "K4V2"]}.get(policy, ["K8V4"])
     if "alpha_between" in fields:
         tiers = ["BF16", "K8V4", "K4V2"]
-    needed = {k: v for k, v in NEEDED.get(policy, {}).items() if not any(ALONE.get(x) == k for x in fields)}
-    return {"tiers": tiers, "policy": {"name": policy, **needed, **fields}}
+    example = documented_methods(LAYERS, HEADS)[policy]
+    needed = {k: v for k, v in example.items() if not any(ALONE.get(x) == k for x in fields)}
+    return {"tiers": tiers, "policy": {**needed, **fields}}
 
 
 def run(config: DiffKVConfig) -> None:

@@ -37,7 +37,7 @@ from sglang_diffkv.srt.startup.validation import check_layers, check_model, chec
 from sglang_diffkv.srt.versions import compat
 from sglang_diffkv.srt.versions import disaggregation as two
 from sglang_diffkv.srt.versions.compat import TESTED_VERSIONS, UNTRIED_ENV
-from tests.policies import diffkv_policy
+from tests.policies import METHOD_NAMES, diffkv_policy, documented_methods
 
 
 @pytest.mark.parametrize(
@@ -271,23 +271,12 @@ def test_all_that_is_wrong_with_drafts_is_told_at_once() -> None:
 
 SERVED = ("diffkv", "uniform", "streaming", "duo")
 """Methods for models with sliding layers; all others score whole heads."""
-MORE = {
-    "xkv": {"keep": 0.5},
-    "duo": {"pattern": [[1.0, 0.0]] * 2},
-    "snapkv": {"budget": 64},
-    "h2o": {"budget": 128},
-    "pyramidkv": {"budget": 64},
-    "knorm": {"budget": 128},
-    "random": {"budget": 128},
-    "zipage": {"max_blocks": 4},
-}
-"""What a method needs beside its name."""
 
 
-@pytest.mark.parametrize("name", [x.model_fields["name"].default for x in get_args(PolicyConfig)])
+@pytest.mark.parametrize("name", METHOD_NAMES)
 def test_methods_for_layers_with_a_window(name: str) -> None:
     tiers = ["K8V4", "K4V2"] if name in ("diffkv", "leankv") else ["BF16"]
-    config = load_config(json.dumps({"tiers": tiers, "policy": {"name": name, **MORE.get(name, {})}}))
+    config = load_config(json.dumps({"tiers": tiers, "policy": documented_methods(2, 2)[name]}))
     check_policy(config, (0, 0))
     if name in SERVED:
         check_policy(config, (0, 512))

@@ -10,8 +10,10 @@ from packaging.requirements import Requirement
 from benchmarks.paths import REPOSITORY
 from sglang_diffkv.releases import GPU_VERSIONS, RELEASES, TARGETS, TESTED_VERSIONS, requirement
 
-RELEASED = [f"0.5.{patch}" for patch in range(17, 24)]
-NEIGHBOURS = ["0.5.16", "0.5.18.post1", "0.5.19.post1", "0.5.20.post1", "0.5.23.post1", "0.5.24"]
+FIRST, LAST = (int(name.split(".")[2]) for name in (TESTED_VERSIONS[0], TESTED_VERSIONS[-1]))
+RELEASED = [f"0.5.{patch}" for patch in range(FIRST, LAST + 1)]
+NEIGHBOURS = [f"0.5.{FIRST - 1}", f"0.5.{LAST}.post1", f"0.5.{LAST + 1}"]
+NEIGHBOURS += [f"{name}.post1" for name in RELEASED if name not in TESTED_VERSIONS]
 """Versions outside of the range, and releases that would fix one after it."""
 
 
