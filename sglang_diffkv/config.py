@@ -171,6 +171,10 @@ class DiffKVConfig(Strict):
                     f'"tiers": [{fewer}]'
                 )
             policy.check_tiers(count)
+        alone, exact = len(self.tiers) == 1, self.prefix_fidelity == "exact"
+        if getattr(self.policy, "turn_window", None) is not None and (alone or exact):
+            why = "one tier" if alone else 'exact prefixes ("prefix_fidelity")'
+            raise ValueError(f"policy.turn_window does nothing with {why}: drop one of them")
         if self.thresholds != "default" and (given := self.model_fields_set & {"tiers", "policy", "rotate"}):
             listed = " and ".join(sorted(given))
             raise ValueError(f'"thresholds": {named(self.thresholds)} brings tiers, policy and rotate; drop {listed}')

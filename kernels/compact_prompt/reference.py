@@ -31,7 +31,7 @@ def compact_prompt(state: PageState, row: int, seq_len: int, cuts: Cuts, tail: i
 
     Args:
         seq_len: tokens of the sequence. tail: of these, the last that begin a page of their own in each head; they are
-            the row's own, and the cuts leave them in the high tier.
+            the row's own, and stay in the high tier whatever the cuts say.
     """
     tiers = len(state.tiers)
     view = state.tiers[0]
@@ -48,6 +48,8 @@ def compact_prompt(state: PageState, row: int, seq_len: int, cuts: Cuts, tail: i
     stored = present & (page != state.scratch_page)
     position = torch.where(stored, view.positions[page, place], EMPTY)
     tier_of = prompt_tiers(cuts, view.scores_of(page, place), position, seq_len, tiers)
+    if tail:
+        tier_of = torch.where(position >= seq_len - tail, 0, tier_of)
     tier_of = torch.where(position >= 0, tier_of, tiers)
     stays = tier_of == 0
     kept = stays.sum(2)  # [L, H]

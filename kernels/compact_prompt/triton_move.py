@@ -180,7 +180,7 @@ def compact_kernel(
     a head demotes nothing to it, without one for its tail that begins where the rest ends. A row with a fault, which is
     about to be aborted, stays as it is.
 
-    TAILED: the last ``tails`` [B] int64 tokens, all of which stay, begin a page of their own.
+    TAILED: the last ``tails`` [B] int64 tokens, all of which stay whatever the cuts say, begin a page of their own.
 
     Writes what is left over: ``spare`` [B, TIERS - 1 + TAILED, L * H], surplus [B, L * H, 2] int32 the table entries
     from and to, freed [B, L * H] int32 the number of pages."""
@@ -204,7 +204,9 @@ def compact_kernel(
     tail_start = NO_LIMIT
     if TAILED:
         tail_page = tl.load(spare + (TIERS - 1) * L * H)
-        tail_start = seq_len - tl.load(tails + b).to(tl.int32)
+        tail = tl.load(tails + b).to(tl.int32)
+        tail_start = seq_len - tail
+        window = tl.maximum(window, tail)
     thread = tl.arange(0, THREADS)
     if (tl.load(fault + row) != 0) | (used == 0):
         tl.store(surplus + tl.program_id(0) * 2, 0)

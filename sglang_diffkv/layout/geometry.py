@@ -72,11 +72,16 @@ class Segment:
     held: tuple[int, ...] = ()
     end: int = 0
     """Tokens of the sequence when the segment was made of it: so much is known to have left sliding layers' windows."""
-    settled: bool = False
-    """Whether it holds what it will hold: tokens of earlier turns have been compressed (``Policy.of_turns``), or there
-    was nothing to compress."""
+    unsettled: tuple[tuple[int, int], ...] | None = None
+    """Positions [lo, hi) of turns that are compressed once they are earlier ones (``Policy.of_turns``); None: all of it
+    is one, if the policy has such a rule."""
     reads: dict[tuple[int, int], tuple[int, ...]] = field(default_factory=dict)
     """Entries of each tier, at most, that a row takes to read a range [lo, hi), where the device has counted them."""
+
+    @property
+    def settled(self) -> bool:
+        """Whether its turns have been compressed, or there was nothing to compress in them."""
+        return self.unsettled == ()
 
 
 Path = list[tuple[Segment, int, int]]

@@ -74,8 +74,8 @@ def _check_rows(manager: PageManager) -> torch.Tensor:
     """References to each page, [pages] int32, of tables that are sound."""
     state, space = manager.state, manager.space
     references = torch.zeros(state.num_pages + 1, dtype=torch.int32, device=state.device)
-    live = sorted({*manager.rows, *(s.row for s in manager.held_segments)})
-    idle = [r for r in range(state.entries.shape[0]) if r not in {*live}]
+    owned_rows = {*manager.rows, *(s.row for s in manager.held_segments)}
+    live, idle = sorted(owned_rows), [r for r in range(state.entries.shape[0]) if r not in owned_rows]
     assert not state.entries[idle].any(), "a row without owner has entries"
     owned: list[torch.Tensor] = []
     stored: list[torch.Tensor] = []

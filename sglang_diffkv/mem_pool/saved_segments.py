@@ -45,7 +45,7 @@ class SavedSegment(SavedRow):
     """A segment's tokens at positions [start, hi) in host memory.
 
     Attributes:
-        as_computed, first, settled: as of ``Segment``. slots: what a draft model has of its tokens, if there is one.
+        as_computed, first, unsettled: as of ``Segment``. slots: what a draft model has of its tokens, if there is one.
             nodes: nodes of an index that name it. lost: a rank could not copy it. from_store: it came from a store,
             and no request has got it since. needed: what ranges [lo, hi) take, as far as somebody asked.
     """
@@ -53,7 +53,7 @@ class SavedSegment(SavedRow):
     start: int = 0
     first: int = 0
     as_computed: bool = False
-    settled: bool = False
+    unsettled: tuple[tuple[int, int], ...] | None = None
     slots: SavedSlots | None = None
     nodes: int = field(default=0)
     lost: bool = False
@@ -66,15 +66,20 @@ class SavedSegment(SavedRow):
         hi, end, unknown = segment.hi, segment.end, NONE
         saved = cls(hi, end, runs, unknown, unknown, unknown, unknown, unknown, unknown)
         saved.start, saved.first = segment.lo, segment.first
-        saved.as_computed, saved.settled = segment.as_computed, segment.settled
+        saved.as_computed, saved.unsettled = segment.as_computed, segment.unsettled
         return saved
 
     def segment(self, lo: int, hi: int) -> Segment:
         """What a segment of the tokens at positions [lo, hi) is, but for its row."""
         first = self.first if self.as_computed else lo
         found = Segment(0, lo, hi, as_computed=self.as_computed, first=first, end=self.end)
-        found.settled = self.settled
+        found.unsettled = self.unsettled
         return found
+
+    @property
+    def settled(self) -> bool:
+        """As of ``Segment``."""
+        return self.unsettled == ()
 
 
 @dataclass(eq=False)
@@ -388,7 +393,7 @@ class SavedSegments:
             assert self.drafts.held == slots, "host memory of a draft model's keys is lost"
         assert set(self._copying) <= self.held, "a copy that nobody holds is on its way"
         for saved in self.held:
-            assert saved.nodes > 0 and saved.start < saved.hi, "a saved segment stands for no tokens"
+            assert (saved.nodes or not self.ready(saved)) and saved.start < saved.hi, "a copy stands for no tokens"
             assert (saved.slots is None) == (self.drafts is None), "a draft model's keys are lost"
             assert saved.slots is None or saved.slots.count == saved.hi - saved.start, "a draft model lacks some keys"
             if self.ready(saved):

@@ -185,8 +185,15 @@ class SegmentStore:
                 self.device.copy(row, rows_of(copied := [*some]), copied[-1][2], KEEP)
                 continue
             assert self.turns is not None, "earlier turns stay as they are"
-            for segment, lo, hi in some:  # each ends with tokens that few others have seen
-                self.device.copy(row, [(segment.row, lo, hi)], hi, self.turns)
+            for segment, lo, hi in some:
+                at = lo
+                for begin, end in self._turns_of(segment):  # each ends with tokens that few others have seen
+                    if at < begin:
+                        self.device.copy(row, [(segment.row, at, begin)], begin, KEEP)
+                    self.device.copy(row, [(segment.row, begin, end)], end, self.turns)
+                    at = end
+                if at < hi:
+                    self.device.copy(row, [(segment.row, at, hi)], hi, KEEP)
         self.device.freeze({row: 0})
         self.device.keep(row)
         self.counts.record(-pages)
@@ -202,8 +209,9 @@ class SegmentStore:
         as_computed = not settling and all(segment.as_computed for segment, _, _ in parts)
         end = joined_end(parts, longest_span(self.device.geometry.attention_spans))
         joined = Segment(row, lo, hi, nodes=0, as_computed=as_computed, first=lo, end=end)
-        settled = (segment in settling or not self.settles(segment) for segment, _, _ in parts)
-        joined.settled = self.turns is not None and all(settled)
+        if self.turns is not None:
+            left = [self._turns_of(segment) for segment, _, _ in parts if segment not in settling]
+            joined.unsettled = tuple(turn for turns in left for turn in turns)
         self.add(joined)
         return joined
 
@@ -227,18 +235,29 @@ class SegmentStore:
 
     def settles(self, segment: Segment) -> bool:
         """Whether some of a segment's tokens go down once it is an earlier turn."""
-        return self.turns is not None and not segment.settled and segment.hi - segment.lo > self._lasting(segment)
+        return bool(self._turns_of(segment))
 
-    def _lasting(self, segment: Segment) -> int:
-        """Tokens of a segment that stay in the high tier when it settles, whatever their scores."""
+    def _turns_of(self, segment: Segment) -> list[tuple[int, int]]:
+        """Positions [lo, hi) of the turns in a segment of which some tokens go down."""
+        if self.turns is None:
+            return []
+        turns = ((segment.lo, segment.hi),) if segment.unsettled is None else segment.unsettled
+        inside = [(max(lo, segment.lo), min(hi, segment.hi)) for lo, hi in turns]
+        return [(lo, hi) for lo, hi in inside if hi - lo > self._lasting(lo, hi)]
+
+    def _lasting(self, lo: int, hi: int) -> int:
+        """Tokens of a turn at positions [lo, hi) that stay in the high tier when it settles, whatever their scores."""
         assert self.turns is not None
-        return self.turns.window + max(min(self.turns.sinks, segment.hi) - segment.lo, 0)
+        return self.turns.window + max(min(self.turns.sinks, hi) - lo, 0)
 
     def settled_tokens(self, segment: Segment) -> tuple[int, ...]:
         """Tokens of each tier, over all heads, that a whole counted segment is expected to hold once it has settled: no
         score keeps any in the high tier."""
         high, *between, low = segment.held
-        down = max(high - self.device.geometry.heads * self._lasting(segment), 0)
+        heads, turns = self.device.geometry.heads, self._turns_of(segment)
+        lasting = sum(self._lasting(*turn) for turn in turns)
+        most = sum(hi - lo for lo, hi in turns) - lasting
+        down = max(min(high - heads * lasting, heads * most), 0)
         return (high - down, *between, low + down)
 
     def needed_pages(self, held: Sequence[int]) -> float:

@@ -278,6 +278,7 @@ class StoredSegments:
         saved = SavedSegment(load.found.head.hi, int(header["end"]), load.runs, *(row.copy() for row in table))
         saved.start, saved.first = load.found.head.lo, int(header["first"])
         saved.as_computed = bool(header["as_computed"])
+        saved.unsettled = ()  # an object does not say which turns were compressed, and twice would be worse than never
         self.saved.adopt(saved)
         return saved
 

@@ -208,6 +208,14 @@ class DiffKVPolicyConfig(PolicyOptions):
                 f"observe_every {self.observe_every} is above window {self.window}: a chunk's last tokens outside the "
                 "window would have no score"
             )
+        if self.turn_window is not None:
+            for problem, idle in (
+                (f"turn_window {self.turn_window} is not below window {self.window}", self.turn_window >= self.window),
+                ("turn_window is of no use with alpha_high 0, which keeps all tokens high", not self.alpha_high),
+                ("turn_window does not work with pruning (alpha_low above 0)", self.alpha_low > 0),
+            ):
+                if idle:
+                    raise ValueError(f"{problem}: change one of them, or leave turn_window out")
         for name in ("window", "pressure_window", "turn_window"):
             window = getattr(self, name) or self.window
             if self.generated_every > window:

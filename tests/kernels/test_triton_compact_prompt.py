@@ -175,6 +175,30 @@ def test_a_tail_begins_a_page_of_its_own(tiers, alphas, prompts, before, first, 
     check_integrity(manager)
 
 
+@pytest.mark.parametrize(("count", "window", "tail"), [(40, 8, 13), (41, 8, 9), (12, 3, 12), (33, 1, 16)])
+def test_a_tail_longer_than_the_window_stays(count, window, tail):
+    """Where the prefix cache takes whole pages only: what is over them is in the tail, and stays whatever its score."""
+    policy = diffkv_policy(9e9, 0.0, window=window)
+    manager = make_manager(make_format("K8V4 K4V2", page_tokens=4), pages=400, window=window)
+    generator, state = torch.Generator().manual_seed(count), manager.state
+    cuts, workspace, ends = cuts_of(policy, state), PromptWorkspace.create(state), [(2, count), (1, count)]
+    for row, _ in ends:
+        add_prompt(manager, row, count, generator, compact=False)
+        manager.device.space.extend(row, (1, 0))
+    manager.device.space.flush()
+    twin, tails = clone_state(state), torch.tensor([tail, tail], device=DEVICE)
+    compact_prompts(state, *ends_of(*ends), workspace, cuts, tails)
+    specification(twin, *ends_of(*ends), cuts, tails)
+    for name in ("entries", "own_tokens", "hole", "fault"):
+        assert torch.equal(getattr(state, name), getattr(twin, name)), name
+    assert (state.own_tokens[[2, 1], ..., 1] == count - tail).all()
+    manager.device.freeze(dict.fromkeys((2, 1), tail))
+    for row, end in ends:
+        for positions in stored_in_order(state, row):
+            assert torch.equal(positions, torch.arange(end - tail, end, device=DEVICE).int())
+    check_integrity(manager)
+
+
 @pytest.mark.parametrize("tiers", ["K8V4 K4V2", pytest.param(FOUR, marks=FULL)])
 def test_a_second_chunk_joins_what_went_down(tiers):
     policy = with_between(diffkv_policy(1.0, 0.0, window=5), len(tiers.split()))

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 
+from sglang_diffkv.config import load_config
+from sglang_diffkv.errors import ConfigError, UnsupportedError
 from sglang_diffkv.kernels.parts import Held, held_tokens
 from sglang_diffkv.layout.geometry import Segment
+from sglang_diffkv.srt.startup.validation import check_policy
 from sglang_diffkv.srt.tree.host_tier import WRITE_BACK, WRITE_THROUGH
 from sglang_diffkv.srt.tree.private_space import HighSpace, WindowSpace
 from tests.policies import diffkv_policy
@@ -189,6 +193,7 @@ def test_host_memory_has_them_as_small_as_they_are(policy: str) -> None:
             end(world, turn(world, history, 24, 24))
             world.requests.scheduling_begins([])
             evict_all(world)
+            world.requests.scheduling_begins([])  # what was copied has arrived
         host = host_of(world)
         host.check_integrity()
         assert host.index.tokens == len(history)
@@ -206,3 +211,78 @@ def test_what_came_back_settled_is_not_compressed_again() -> None:
     before = world.tree.joiner.settled
     assert admitted(world, [*history, *world.tokens(30)]) == len(history)
     assert world.tree.joiner.settled - before <= 2, "the last turn alone"
+
+
+@pytest.mark.parametrize(("new", "reply", "stub"), [(3, 4, 1), (9, 8, 1), (20, 20, 3)])
+def test_replies_whose_ends_are_not_repeated_hold_nothing_up(new: int, reply: int, stub: int) -> None:
+    """As a stop string, which the next prompt does not have: no more pages than without the rule, and fewer in the
+    end."""
+    pages = []
+    for rule in (diffkv_policy(1.0, 0.0, WINDOW), RULE):
+        world, history = make_world(900, rule), []
+        for _ in range(8):
+            said = list(history)
+            end(world, turn(world, said, new, reply))
+            history = said[:-stub]
+            world.requests.scheduling_begins([])
+        world.manager.counts.settle()
+        pages.append(world.tree.report()["pages"])
+    assert pages[1] <= pages[0] and (new < 9 or pages[1] < 0.8 * pages[0]), pages
+
+
+def test_turns_that_were_joined_before_they_settle_settle_each_by_itself(world: World) -> None:
+    """The newest tokens of each stay all the same."""
+    history = talk(world, 1, 6, 5)
+    last = turn(world, history, 5, 5)
+    world.leave(last)
+    world.manager.counts.settle()
+    leaf = max(world.tree.evictable_leaves, key=world.tree.depth)
+    assert world.tree.joiner.join(leaf, evict=True)
+    (joined,) = world.segments()
+    assert joined.unsettled and len(joined.unsettled) > 1
+    stay = [position for _, hi in joined.unsettled for position in range(hi - LEFT, hi)]
+    smaller = world.manager.segments.join([(joined, joined.lo, joined.hi)], [joined])
+    found = held_tokens(world.manager.state, (smaller.row, smaller.lo, smaller.hi), 0)
+    assert found is not None and sorted(found.position[found.held].tolist()) == stay and smaller.settled
+    world.manager.segments.release(smaller)
+    world.check()
+
+
+def test_a_store_does_not_have_turns_compressed_twice() -> None:
+    from sglang_diffkv.mem_pool.saved_segments import SavedSegment
+
+    saved = SavedSegment.of(Segment(1, 0, 40, unsettled=((8, 40),)), [])
+    assert saved.segment(0, 40).unsettled == ((8, 40),) and not saved.settled
+
+
+def test_what_host_memory_has_is_there_until_the_smaller_copy_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = make_world(900, host_pages=600, write_policy=WRITE_THROUGH)
+    history = talk(world, 1, 24, 24)
+    evict_all(world)
+    assert admitted(world, [*history, 1]) == len(history)
+    host = host_of(world)
+    ready = host.saved.ready
+    monkeypatch.setattr(host.saved, "finish", list)
+    monkeypatch.setattr(host.saved, "ready", lambda saved: not saved.settled and ready(saved))
+    end(world, turn(world, history, 24, 24))
+    world.requests.scheduling_begins([])
+    assert host._replacing, "no copy is on its way"
+    evict_all(world)
+    assert admitted(world, [*history, 1]) >= 48, "the copy that it had is gone"
+
+
+@pytest.mark.parametrize("more", [
+    {"turn_window": 256}, {"turn_window": 8, "alpha_high": 0.0}, {"turn_window": 64, "alpha_low": 0.1},
+])  # fmt: skip
+def test_a_rule_that_does_nothing_is_refused(more: dict[str, float]) -> None:
+    with pytest.raises(ConfigError, match="turn_window"):
+        load_config(json.dumps({"policy": {"name": "diffkv", **more}}))
+
+
+@pytest.mark.parametrize("beside", [{"prefix_fidelity": "exact"}, {"tiers": ["K8V4"]}])
+def test_a_rule_beside_what_it_does_nothing_for_is_refused(beside: dict[str, object]) -> None:
+    policy = {"name": "diffkv", "turn_window": 64}
+    with pytest.raises(ConfigError, match=r"policy\.turn_window does nothing"):
+        load_config(json.dumps({"policy": policy, **beside}))
+    with pytest.raises(UnsupportedError, match="sliding window"):
+        check_policy(load_config(json.dumps({"policy": policy})), (0, 512))

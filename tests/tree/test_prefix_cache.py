@@ -31,7 +31,7 @@ from sglang_diffkv.mem_pool.integrity import check_bounds, check_integrity, chec
 from sglang_diffkv.mem_pool.ledger import PageLedger, pages_for
 from sglang_diffkv.mem_pool.page_manager import PageManager
 from sglang_diffkv.mem_pool.usage import UsageMeter
-from sglang_diffkv.policies.base import Policy
+from sglang_diffkv.policies.base import Policy, prunes
 from sglang_diffkv.policies.uniform import UniformPolicy
 from sglang_diffkv.srt.scheduling.allocator import DiffKVAllocator
 from sglang_diffkv.srt.startup.wiring import build_lifecycle, build_prefix_cache
@@ -340,6 +340,17 @@ class TreeMachine(RuleBasedStateMachine):
         for layer, attention_span in enumerate(self.attention_spans or [0] * LAYERS):
             needed = max(times.shape[2] - attention_span + 1, 0) if attention_span else 0
             assert (times[layer, :, needed:] == 1).all(), "a token that the next query may see is missing"
+
+    @invariant()
+    def segments_hold_every_token(self) -> None:
+        """Each in every head, where none is dropped."""
+        segments = self.manager.held_segments
+        if not segments or prunes(self.policy, len(self.tiers)) or self.policy.running or any(self.attention_spans):
+            return
+        columns = zip(*[(s.row, s.lo, s.hi) for s in segments], strict=True)
+        held = self.manager.ops.measure(*map(torch.tensor, columns))[..., : len(self.tiers)].sum(-1)
+        wanted = torch.tensor([s.hi - s.lo for s in segments]).view(-1, 1, 1)
+        assert (held == wanted).all(), "a segment stands for tokens that it does not hold"
 
     @invariant()
     def exact_segments_hold_every_token_high(self) -> None:

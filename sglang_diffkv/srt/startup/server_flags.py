@@ -248,8 +248,9 @@ REFUSED: dict[str, Refused] = {
 def flags() -> dict[str, Flag]:
     """Field of ``ServerArgs`` -> what it is to diffkv."""
     found: dict[str, Flag] = dict(REFUSED)
-    works = {**WORKS, **{test: names for part in PARTS for test, names in part.works.items()}}
-    for kind, groups in ((Works, works), (Works, ORTHOGONAL), (NoBearing, NO_BEARING), (OnlyWith, ONLY_WITH)):
+    every = [(Works, WORKS), *((Works, part.works) for part in PARTS)]
+    every += [(Works, ORTHOGONAL), (NoBearing, NO_BEARING), (OnlyWith, ONLY_WITH)]
+    for kind, groups in every:
         for text, names in groups.items():
             for name in names.split():
                 if name in found:

@@ -120,7 +120,7 @@ def scores_whole_heads(config: DiffKVConfig) -> bool:
 
 
 def check_policy(config: DiffKVConfig, attention_spans: Sequence[int]) -> None:
-    """Refuse a method that scores whole heads for layers with a sliding window.
+    """Refuse a method that scores whole heads, and earlier turns that are compressed, for layers with a sliding window.
 
     ``attention_spans``: as of ``Geometry``.
     """
@@ -129,6 +129,11 @@ def check_policy(config: DiffKVConfig, attention_spans: Sequence[int]) -> None:
         raise UnsupportedError(
             f"--attention-backend diffkv: policy {name} scores the heads of all layers as a whole, and this model has "
             "layers with a sliding window. Use policy diffkv, uniform, streaming or duo in --diffkv-config for it."
+        )
+    if any(attention_spans) and getattr(config.policy, "turn_window", None) is not None:
+        raise UnsupportedError(
+            "--attention-backend diffkv: policy.turn_window does not work with a model that has layers with a sliding "
+            "window, which drop old tokens themselves. Leave it out of --diffkv-config."
         )
 
 

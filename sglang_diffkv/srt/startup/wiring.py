@@ -13,7 +13,6 @@ The parts stand on one another in this order, and each refers to those before it
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import zip_longest
 from typing import Any
 
 from sglang_diffkv.config import DiffKVConfig
@@ -94,7 +93,8 @@ def _around(tree: DiffKVPrefixCache, share_min_tokens: int, exact: bool, opened:
     retracted = Restoring()
     if manager.saved is not None and manager.keeps_retracted:
         retracted = Retracted(tree, manager.saved, alone=keeps_prompts)
-    sources = [part.source(tree, share_min_tokens, found) for part, found in zip_longest(PARTS, opened)]
+    given = zip(PARTS, opened or [None] * len(PARTS), strict=True)
+    sources = [part.source(tree, share_min_tokens, found) for part, found in given]
     refs = SessionRefs(tree) if tree.enable_session_radix_cache or keeps else None
     return Parts(
         compression=_compression(ledger, tree, rule),

@@ -169,17 +169,39 @@ class HostIndex:
 
     # Changing
 
-    def insert(self, space: Hashable, tokens: np.ndarray, saved: SavedSegment, *, used: float, priority: int) -> None:
+    def insert(
+        self,
+        space: Hashable,
+        tokens: np.ndarray,
+        saved: SavedSegment,
+        *,
+        used: float,
+        priority: int,
+        late: bool = False,
+    ) -> None:
         """The host has saved the end of a prefix from ``saved.start`` on. Where it had it already, that stays; if it
-        had all of it, ``saved`` is dropped. But what has settled takes the place of the parts that became it."""
+        had all of it, ``saved`` is dropped, unless it is to replace that ``late``r."""
         for node in self._along(space, tokens, saved.start, used, priority):
             if node.start >= saved.start and node.saved is None:
                 node.saved = saved
                 saved.nodes += 1
                 self.tokens += len(node.tokens)
                 self.told.came(node)
-            elif node.saved is not None and saved.settled and is_within(node.saved, saved.start, saved.hi):
-                node.saved = self._replaced(node.saved, saved)
+        if not saved.nodes and not late:
+            self._dropped(saved)
+
+    def replace(self, space: Hashable, tokens: np.ndarray, saved: SavedSegment) -> None:
+        """What has settled takes the place of the parts of a prefix that became it, as far as these are still there. It
+        is dropped if none is."""
+        for node, end in list(self._walk(space, tokens)):
+            old = node.saved
+            if old is None or old is saved or end < node.end or not is_within(old, saved.start, saved.hi):
+                continue
+            node.saved = saved
+            saved.nodes += 1
+            old.nodes -= 1
+            if not old.nodes:
+                self._dropped(old)
         if not saved.nodes:
             self._dropped(saved)
 
@@ -208,14 +230,6 @@ class HostIndex:
             child.priority = max(child.priority, priority)
             yield child
             node, at = child, child.end
-
-    def _replaced(self, old: SavedSegment, saved: SavedSegment) -> SavedSegment:
-        """``saved``, which a node names from now on in the place of another."""
-        old.nodes -= 1
-        saved.nodes += 1
-        if not old.nodes:
-            self._dropped(old)
-        return saved
 
     def _split(self, node: HostNode, count: int) -> HostNode:
         """The first ``count`` tokens of a node are one of their own from now on; this one."""

@@ -126,6 +126,9 @@ class HostTier(PrefixSource):
         self.old_weights = OldWeights(self.manager, "evicted prefixes do not go to host memory")
         self.counts = dict.fromkeys(COUNTS, 0)
         self._unwritten: dict[Any, None] = {}  # nodes whose segments are to be copied, in order
+        self._replacing: dict[SavedSegment, tuple[Segment, Hashable, np.ndarray]] = {}
+        """Copies of segments that have settled, with their prefixes. They take the places of larger ones once they have
+        arrived."""
         self._admitting: Any = None
         self._restoring: set[SavedSegment | SavedSlots] = set()
         self.disk = NoDisk()
@@ -219,6 +222,14 @@ class HostTier(PrefixSource):
     def _arrived(self) -> None:
         """Take over what is on the host by now, on all ranks."""
         self.disk.finished(self.saved.finish())
+        for saved, (_, space, tokens) in list(self._replacing.items()):
+            if self.saved.ready(saved):
+                del self._replacing[saved]
+                self.index.replace(space, tokens, saved)
+            elif saved.lost:
+                del self._replacing[saved]
+                if not saved.nodes:
+                    self.saved.drop(saved)
         if self.states is not None:
             self.states.finish()
         self.disk.poll()
@@ -255,7 +266,9 @@ class HostTier(PrefixSource):
             return False
         end = self._last_of(node)
         space, tokens = space_of(end.key), self._tokens(end)
-        if self.index.lacks(space, tokens, node.segment.lo) or self.index.has_larger(space, tokens, node.segment):
+        on_its_way = any(node.segment is segment for segment, _, _ in self._replacing.values())
+        larger = not on_its_way and self.index.has_larger(space, tokens, node.segment)
+        if larger or self.index.lacks(space, tokens, node.segment.lo):
             return True
         self.index.touch(space, tokens, end.last_access_time)
         return False
@@ -275,7 +288,11 @@ class HostTier(PrefixSource):
                 continue
             end = self._last_of(node)
             space, tokens = space_of(end.key), self._tokens(end)
-            self.index.insert(space, tokens, saved, used=end.last_access_time, priority=end.priority)
+            replaces = self.index.has_larger(space, tokens, node.segment)
+            if replaces:
+                self._replacing[saved] = node.segment, space, tokens
+            used, priority = end.last_access_time, end.priority
+            self.index.insert(space, tokens, saved, used=used, priority=priority, late=replaces)
             if saved.nodes:
                 self.disk.copied(saved, space, tokens)
 
@@ -585,6 +602,7 @@ class HostTier(PrefixSource):
 
     def _forget_all(self) -> None:
         self._unwritten.clear()
+        self._replacing.clear()
         self.index.clear()
         self.disk.forget_all()
         self.saved.drop_all()
@@ -615,7 +633,7 @@ class HostTier(PrefixSource):
 
     def digest(self) -> Any:
         slots = self.states or self.saved.drafts
-        held = self.index.tokens, self.host.free, slots and slots.host.free, len(self._unwritten)
+        held = self.index.tokens, self.host.free, slots and slots.host.free, len(self._unwritten), len(self._replacing)
         return *held, *self.counts.values(), self.disk.digest()
 
     def check_integrity(self) -> None:
@@ -623,7 +641,8 @@ class HostTier(PrefixSource):
         assert not self._restoring and self._admitting is None, "a request is admitted for ever"
         self.saved.check_integrity()
         self.disk.check_integrity()
-        self.index.check_integrity(self.saved.held, self.states.held if self.states is not None else ())
+        late = {saved for saved in self._replacing if not saved.nodes}
+        self.index.check_integrity(self.saved.held - late, self.states.held if self.states is not None else ())
 
 
 def _without_host(req: Any) -> bool:

@@ -12,6 +12,7 @@ from then on. Rows that read the old pages keep them.
 A request's newest tokens are in the high tier when it ends. If its conversation goes on, they lie behind the window one
 day, but no request owns them. So the policy may have a rule for earlier turns (``Policy.of_turns``): copies of them are
 compressed by it. They *settle*, once, each turn by itself. ``tidy`` does that, and ``settle`` when a prompt has come.
+What is not counted yet waits for the next of these, as what has just come back from host memory.
 """
 
 from __future__ import annotations
@@ -53,6 +54,9 @@ class PathJoiner(PathRule):
         self.tree, self.manager = tree, tree.manager
         self.joined = self.settled = 0
         """Paths joined, and earlier turns compressed, so far."""
+        self._in_vain: set[Segment] = set()
+        """Segments that a prompt could have settled, and that were found to return too little. They are looked at again
+        when a request ends."""
         self.ended: list[Any] = []
         """Nodes where requests ended whose paths were not looked at since."""
 
@@ -82,6 +86,7 @@ class PathJoiner(PathRule):
 
     def reset(self) -> None:
         self.ended.clear()
+        self._in_vain.clear()
 
     # Joining
 
@@ -114,8 +119,9 @@ class PathJoiner(PathRule):
         segments = self.manager.segments
         if segments.turns is not None and node is not self.tree.root_node and not self.tree.exact.keeps_prompts:
             path = self.tree.path(node)[-MOST_PARTS:]
-            if self._settling(path, node, length):
+            if settling := self._settling(path, node, length) - self._in_vain:
                 self._tidy(node, length)
+                self._in_vain = (self._in_vain | settling) & segments.cached
 
     def _settling(self, path: Path, node: Any, length: int) -> set[Segment]:
         """Segments of a ``path`` to ``node`` that settle now: ``length`` tokens of the conversation are known. Requests
@@ -123,8 +129,9 @@ class PathJoiner(PathRule):
         segments, window = self.manager.segments, self.manager.policy.window
         if segments.turns is None or self.tree.exact.keeps_prompts or is_private(node):
             return set()
-        whole = [x for x, lo, hi in path if hi == x.hi and hi + window <= length and not self.tree.locked_nodes[x]]
-        return {segment for segment in whole if segments.settles(segment)}
+        page = self.manager.fmt.high.tokens  # an end that the path leaves out is evicted if it is shorter: ``_stub``
+        behind = [x for x, _, hi in path if x.hi - hi < page and hi + window <= length]
+        return {segment for segment in behind if not self.tree.locked_nodes[segment] and segments.settles(segment)}
 
     def _tidy(self, node: Any, length: int = 0) -> bool:
         """Join what wastes pages in the path to ``node``, and compress earlier turns in it; False if some of it is not
@@ -141,7 +148,8 @@ class PathJoiner(PathRule):
         parts: Path = []
         found: list[Path] = []
         for part in [*path, None]:
-            joins = part is not None and self._joins(part, stubs, settling, node)
+            counted = part is not None and part[0].row not in self.manager.counts.uncounted
+            joins = counted and part is not None and self._unread(*part, stubs.get(part[0]))
             if joins and part is not None:
                 parts.append(part)
             if not joins or (part is not None and part[2] in forks):
@@ -156,19 +164,6 @@ class PathJoiner(PathRule):
             if self._make_room_to_tidy(run, node, settling):
                 self._join(run, nodes, settling & {segment for segment, _, _ in run})
         return True
-
-    def _joins(
-        self, part: tuple[Segment, int, int], stubs: dict[Segment, list[Any] | None], settling: Collection[Segment],
-        node: Any,
-    ) -> bool:  # fmt: skip
-        """Whether a part of the path to ``node`` may be joined with its neighbours: not before it settles, nor before
-        it is counted."""
-        segment, segments = part[0], self.manager.segments
-        if segment.row in self.manager.counts.uncounted:
-            return False
-        if segment not in settling and segments.settles(segment) and not is_private(node):
-            return False
-        return self._unread(*part, stubs.get(segment))
 
     def _forks(self, nodes: list[Any]) -> set[int]:
         """Positions where other paths branch off from that of ``nodes``."""
