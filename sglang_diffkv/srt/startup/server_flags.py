@@ -248,9 +248,11 @@ REFUSED: dict[str, Refused] = {
 def flags() -> dict[str, Flag]:
     """Field of ``ServerArgs`` -> what it is to diffkv."""
     found: dict[str, Flag] = dict(REFUSED)
-    every = [(Works, WORKS), *((Works, part.works) for part in PARTS)]
-    every += [(Works, ORTHOGONAL), (NoBearing, NO_BEARING), (OnlyWith, ONLY_WITH)]
-    for kind, groups in every:
+    of_parts = [(Works, part.works) for part in PARTS]
+    for kind, groups in (
+        *((Works, WORKS), *of_parts),
+        *((Works, ORTHOGONAL), (NoBearing, NO_BEARING), (OnlyWith, ONLY_WITH)),
+    ):
         for text, names in groups.items():
             for name in names.split():
                 if name in found:
