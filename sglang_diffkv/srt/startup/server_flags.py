@@ -6,6 +6,7 @@ start, or has no bearing on it. ``tests/servers/test_server_flags.py`` fails for
 from __future__ import annotations
 
 import os
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from sglang_diffkv.srt.models.speculation import (
@@ -248,11 +249,10 @@ REFUSED: dict[str, Refused] = {
 def flags() -> dict[str, Flag]:
     """Field of ``ServerArgs`` -> what it is to diffkv."""
     found: dict[str, Flag] = dict(REFUSED)
-    of_parts = [(Works, part.works) for part in PARTS]
-    for kind, groups in (
-        *((Works, WORKS), *of_parts),
-        *((Works, ORTHOGONAL), (NoBearing, NO_BEARING), (OnlyWith, ONLY_WITH)),
-    ):
+    every: list[tuple[Callable[[str], Flag], Mapping[str, str]]] = [(Works, WORKS)]
+    every += [(Works, part.works) for part in PARTS]
+    every += [(Works, ORTHOGONAL), (NoBearing, NO_BEARING), (OnlyWith, ONLY_WITH)]
+    for kind, groups in every:
         for text, names in groups.items():
             for name in names.split():
                 if name in found:
