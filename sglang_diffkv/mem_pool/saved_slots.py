@@ -131,6 +131,7 @@ class SlotStore:
     def copy_out(self, saved: SavedSlots, slots: torch.Tensor) -> None:
         """Copy slots (int64 [n]), on the stream beside the passes."""
         self.bytes_out += len(slots) * self.slot_bytes
+        _read_here(slots)
         for first, host in self._parts(saved.runs, self._out):
             memory = host if self._out is None else self._out[: len(host)]
             for buffer, numbers in self._numbers(memory):
@@ -164,6 +165,7 @@ class SlotStore:
         """What was saved from number ``start`` on goes to other slots (int64 [n]), in order with the passes."""
         runs = list(_part(saved.runs, start, len(slots)))
         with self.device.launching():
+            _read_here(slots)
             for first, host in self._parts(runs, self._in):
                 memory = host if self._in is None else self._in[: len(host)].copy_(host, non_blocking=True)
                 for buffer, numbers in self._numbers(memory):
@@ -201,6 +203,12 @@ class SlotStore:
         """Raise AssertionError unless each host slot is free, or of one that is saved."""
         self.host.check_integrity([run for saved in self.held for run in saved.runs])
         assert self._leaving.keys() <= self.held, "slots that nobody holds are on their way"
+
+
+def _read_here(slots: torch.Tensor) -> None:
+    """The current stream reads a tensor of another one, whose memory is not given out again before that."""
+    if slots.is_cuda:
+        slots.record_stream(torch.cuda.current_stream())
 
 
 def _part(runs: Sequence[Run], start: int, count: int) -> Iterator[Run]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -145,3 +146,20 @@ def test_what_was_asked_for_is_known_in_the_processes_of_a_server() -> None:
         assert not compat.resolved(args).enable_hierarchical_cache
         host_options.decline_hierarchical_cache(args)
         assert host_options.asks_for_host_tier(args) == wanted
+
+
+def test_states_and_draft_models_are_refused_on_a_gpu_where_they_did_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host_memory, "drafts_by_model", lambda view: True)
+    monkeypatch.setattr(host_memory.disk_store, "check_model", lambda *_: None)
+
+    def drafts(device: str) -> list[str]:
+        return [x for x in host_memory.problems(asked(device=device), load_config()) if "with a draft model" in x]
+
+    for device, refused in (("cuda", True), ("cpu", False)):
+        found = drafts(device)
+        assert bool(found) == refused and all("SGLANG_DIFFKV_UNTRIED" in text for text in found)
+        configurator = SimpleNamespace(server_args=asked(device=device), mambaish_config=SimpleNamespace())
+        with pytest.raises(UnsupportedError, match="with states") if refused else nullcontext():
+            host_memory.host_tier(configurator)
+    monkeypatch.setenv("SGLANG_DIFFKV_UNTRIED", "1")
+    assert not drafts("cuda")

@@ -355,7 +355,7 @@ def test_rows_of_requests_are_those_that_sglang_will_have(
     monkeypatch.setattr(kv_cache_configurator, "get_schedule", lambda: SimpleNamespace(max_running_requests=most))
     configurator = SimpleNamespace(
         model_config=SimpleNamespace(context_len=8192), mambaish_config=None, attn_dp_size=1,
-        ps=SimpleNamespace(attn_dp_size=1),
+        ps=SimpleNamespace(attn_dp_size=1), server_args=SimpleNamespace(),
     )  # fmt: skip
     resolve = kv_cache_configurator.KVCacheConfigurator.resolve_max_num_reqs
     configurator.resolve_max_num_reqs = lambda tokens: resolve(configurator, tokens)

@@ -430,7 +430,8 @@ def test_a_prefix_that_a_draft_model_has_no_place_for_is_not_kept() -> None:
     served(world, world.tokens(80))
     evict_all(world)
     host = host_of(world)
-    assert host.counts["no_host_memory"] == 1 and not host.index.tokens and not world.manager.saved.host.used
+    assert host.counts["no_host_memory"] == 1 and host.index.tokens == 8, "what has a place is forgotten for it"
+    assert admitted(world, world.tokens(80)) == 0
     world.requests.check_integrity()
 
 

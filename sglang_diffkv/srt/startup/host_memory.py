@@ -15,6 +15,7 @@ from sglang_diffkv.config import DiffKVConfig
 from sglang_diffkv.errors import UnsupportedError
 from sglang_diffkv.mem_pool.host_pages import GIB
 from sglang_diffkv.mem_pool.saved_segments import GUESTS
+from sglang_diffkv.srt.models.speculation import drafts_by_model
 from sglang_diffkv.srt.startup import disk_store, host_options
 from sglang_diffkv.srt.versions import compat
 
@@ -104,7 +105,10 @@ def problems(args: Any, config: DiffKVConfig) -> list[str]:
             not 0 < _fraction(view) <= 1
         ),
     }
-    return [text for text, wrong in found.items() if wrong] + disk_store.problems(args)
+    unseen = []
+    if drafts_by_model(view):
+        unseen = compat.untried_on_a_gpu(getattr(view, "device", None), f"{OPTION} with a draft model", drop)
+    return [text for text, wrong in found.items() if wrong] + unseen + disk_store.problems(args)
 
 
 def _switched_on(variable: str) -> bool:
@@ -137,6 +141,10 @@ def host_tier(configurator: Any) -> HostTierPlan | None:
         )
     disk_store.check_model(args, configurator)
     view = compat.resolved(args)
+    stated = getattr(configurator, "mambaish_config", None) is not None
+    what = f"{OPTION} for a model with states"
+    if stated and (unseen := compat.untried_on_a_gpu(getattr(view, "device", None), what, f"drop {OPTION}")):
+        raise UnsupportedError(f"--attention-backend diffkv: {unseen[0]}")
     replicas = (getattr(view, "dp_size", 1) or 1) * _ranks_here(view)
     free, size = free_host_memory() // replicas, int(max(getattr(view, "hicache_size", 0), 0) * GB)
     if size > free:

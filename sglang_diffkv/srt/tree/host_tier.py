@@ -350,7 +350,8 @@ class HostTier(PrefixSource):
     def _make_room(self, pages: int, tokens: int = 0) -> None:
         """Forget prefixes until so many host pages are free, and with a draft model places for so many tokens, as far
         as possible."""
-        forgotten = True
+        drafts = self.saved.drafts
+        forgotten = pages <= self.host.count and (drafts is None or tokens <= drafts.host.count)
         while self._lacks_room(pages, tokens) and forgotten:
             heap = [(self._priority(node), node.number, node) for node in self.index.nodes() if not node.children]
             heapq.heapify(heap)
