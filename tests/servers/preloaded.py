@@ -94,7 +94,7 @@ class Preloaded:
         self._others: list[Preloaded] = []
         """For servers with other environments; they have no others."""
         self._forked: list[Process] = []
-        self._asking = threading.Lock()  # servers may be started side by side
+        self._asking, self._choosing = threading.Lock(), threading.Lock()  # servers may be started side by side
         self._socket: socket.socket | None = None
         self._process: subprocess.Popen[bytes] | None = None
 
@@ -105,7 +105,8 @@ class Preloaded:
         if list(command[:2]) != [sys.executable, "-m"] or command[2] not in MODULES:
             return subprocess.Popen(command, stdout=stdout, stderr=stderr, env=env, **rest)
         if not self._imports_alike(env):
-            return self._other_for(env).popen(command, stdout=stdout, stderr=stderr, env=env, **rest)
+            with self._choosing:  # until one has forked, it looks as if it had ended
+                return self._other_for(env).popen(command, stdout=stdout, stderr=stderr, env=env, **rest)
         errors = stdout if isinstance(stderr, int) else stderr  # subprocess.STDOUT
         found = self.ask({"argv": list(command[2:]), "env": dict(env)}, stdout.fileno(), errors.fileno())
         self._forked.append(Process(self, found["pid"], command))
