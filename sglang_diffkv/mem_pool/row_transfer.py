@@ -469,8 +469,8 @@ class RowTransfer:
         start = bytes(self._first_bytes(runs, PREFIX.size))
         size = said_size(start, whole * page_bytes, self.geometry)
         head = decode_head(self._first_bytes(runs, size), self.geometry)
-        may = {"high": self.high.allowed, "windows": self.windows.known}
-        check_head(head, self.geometry, self.origin, room, **may)
+        high, windows = self.high.allowed, self.windows.known
+        check_head(head, self.geometry, self.origin, room, high=high, windows=windows)
         before = int(head.header["before"])
         if not size <= before * page_bytes <= (whole - head.numbers.pages) * page_bytes:
             raise ObjectRefused("header", "its header does not say where its pages are")

@@ -15,6 +15,7 @@ from sglang_diffkv.mem_pool.row_object import RowNumbers
 from sglang_diffkv.mem_pool.row_transfer import KeptRow, RowTransfer
 from sglang_diffkv.mem_pool.segment_object import Origin
 from sglang_diffkv.srt.scheduling import decode_side, prefill_side
+from sglang_diffkv.srt.scheduling.errors import FATAL
 from sglang_diffkv.srt.scheduling.receiving import NEVER, Receiving
 from sglang_diffkv.srt.scheduling.sending import Sending
 from sglang_diffkv.srt.versions import compat, disaggregation
@@ -76,6 +77,40 @@ def test_a_retracted_request_waits_for_the_kv_slots_of_its_tokens() -> None:
         return int(found[0])
 
     assert asked(1195) >= NEVER and asked(1191) == 20 * 8 + 64
+
+
+# Arrival
+
+
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError("none"), AssertionError("odd"), KeyError("odd")])
+def test_a_row_that_cannot_be_made_ends_its_request_alone(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
+    world, ended = half(), []
+    req = request(1, 40)
+    req.finished = lambda: False
+    queue: Any = SimpleNamespace(scheduler=SimpleNamespace(token_to_kv_pool_allocator=world.allocator))
+    monkeypatch.setattr(disaggregation, "prepare_abort", lambda req, message: ended.append(message))
+
+    def fails(req: Any) -> None:
+        raise error
+
+    monkeypatch.setattr(world.requests.receiving, "begin", fails)
+    decode_side.commit_transfer_to_req(lambda self, decode_req: None, queue, SimpleNamespace(req=req))
+    assert ended == [f"DiffKV: the request cannot begin: {error}"]
+
+
+@pytest.mark.skipif(not FATAL, reason="this PyTorch names no error of a device")
+def test_a_device_that_is_of_no_more_use_ends_the_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = half()
+    req = request(1, 40)
+    req.finished = lambda: False
+    queue: Any = SimpleNamespace(scheduler=SimpleNamespace(token_to_kv_pool_allocator=world.allocator))
+
+    def fails(req: Any) -> None:
+        raise FATAL[0]("illegal memory access")
+
+    monkeypatch.setattr(world.requests.receiving, "begin", fails)
+    with pytest.raises(FATAL):
+        decode_side.commit_transfer_to_req(lambda self, decode_req: None, queue, SimpleNamespace(req=req))
 
 
 # Retraction
