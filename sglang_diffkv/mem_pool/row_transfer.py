@@ -29,7 +29,7 @@ import torch
 
 from sglang_diffkv.errors import UnsupportedError
 from sglang_diffkv.kernels.table import head_index, put_entries, table_column
-from sglang_diffkv.layout.geometry import Geometry
+from sglang_diffkv.layout.geometry import Geometry, Path, path_end
 from sglang_diffkv.layout.page_format import EMPTY
 from sglang_diffkv.layout.state import NO_LIMIT
 from sglang_diffkv.layout.transfer import to_host
@@ -296,6 +296,16 @@ class RowTransfer:
         return 0 if self._staging is None else self._staging.nbytes
 
     # Out
+
+    def sends(self, path: Path) -> bool:
+        """Whether a prompt that reads ``path`` surely has no more pages than the other server sets aside for it. Many
+        short parts, whose last pages are part-filled, have more."""
+        geometry, pages = self.geometry, 0
+        for segment, lo, hi in path:
+            most = geometry.heads * sum(self.device.space.part_entries(segment, lo, hi))
+            pages += min(most, segment.pages or most)
+        own = geometry.most_pages(1) + geometry.heads  # each further page of its own has one more set aside
+        return pages + own <= most_row_pages(geometry, path_end(path) + 1)
 
     def export(self, row: int, room: int, most: int) -> RowExport:
         """Begin to send a row past its prompt. ``room``: the servers' number of its request. ``most``: blocks that the

@@ -236,9 +236,7 @@ def test_rows_between_servers_need_free_host_memory(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(disaggregation, "free_host_memory", lambda: 4 << 30)
     disaggregation.check_room(_args(disaggregation_mode="null"), plan, 1 << 20)
     disaggregation.check_room(_args(**HALF, max_total_tokens=10_000), plan, 1 << 20)
-    with pytest.raises(
-        UnsupportedError, match=r"for rows between servers, .* 4\.00 GiB are free: give --context-length"
-    ):
+    with pytest.raises(UnsupportedError, match=r"for rows between servers, .* 4\.00 GiB are free: give --con"):
         disaggregation.check_room(_args(**HALF), plan, 1 << 20)
 
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from sglang_diffkv.mem_pool.row_object import RowNumbers
-from sglang_diffkv.mem_pool.row_transfer import KeptRow, RowTransfer
+from sglang_diffkv.mem_pool.row_transfer import KeptRow, RowTransfer, most_row_pages
 from sglang_diffkv.mem_pool.segment_object import Origin
 from sglang_diffkv.srt.scheduling import decode_side, prefill_side
 from sglang_diffkv.srt.scheduling.errors import FATAL
@@ -149,6 +149,22 @@ def test_no_error_of_a_retracted_request_ends_the_scheduler(error: Exception, mo
     monkeypatch.undo()
     assert str(error) in req.to_finish.message and world.manager.rows.length(row) == 40
     check(world.manager)
+
+
+# The beginning of a prompt
+
+
+def test_a_prompt_of_many_short_parts_has_room_on_the_other_server() -> None:
+    """Its turns came one by one, and each ends within a page. So they are joined, or computed again."""
+    world = half(share_min=4, segments=60, page_tokens=16)
+    tokens = world.tokens(17 * 14 + 3)
+    for end in range(17, len(tokens), 17):
+        world.leave(world.prompt(tokens[:end]))
+    req = world.prompt(tokens)
+    held = world.manager.device.pages_of(compat.allocated_row_of(req))
+    assert held <= most_row_pages(world.manager.geometry, len(tokens))
+    assert world.requests.path(req), "nothing of it was found again"
+    world.leave(req)
 
 
 # The end of a prompt
