@@ -182,8 +182,11 @@ class MemoryPlan:
         if self.host_room is not None:
             beside = slots * self.slot_bytes
             return self.host_room.bytes_for(pool + beside) * pool // (pool + beside) // self.fmt.page_bytes
-        if not self.keeps_retracted:
-            return 0
+        return self.retracted_pages(geometry) if self.keeps_retracted else 0
+
+    def retracted_pages(self, geometry: Geometry) -> int:
+        """Pages of host memory for retracted requests, where they are kept."""
+        pool = geometry.num_pages * self.fmt.page_bytes
         usual = min(max(pool // USUAL_HOST_SHARE, LEAST_HOST_BYTES), MOST_HOST_BYTES)
         asked = self.config.host_gib
         return (usual if asked is None else int(asked * GIB)) // self.fmt.page_bytes

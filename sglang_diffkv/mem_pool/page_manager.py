@@ -59,6 +59,7 @@ class PageManager:
         high_rows: whether requests may keep all tokens in the high tier. Not where they hold budgets. most_window: the
             largest window that a request may have for itself; 0: all have the policy's.
         transfer_blocks: blocks of host memory for rows that go to another server, or come from one; 0: none do.
+            kept_pages: as of ``RowTransfer``.
     """
 
     def __init__(
@@ -79,6 +80,7 @@ class PageManager:
         high_rows: bool = False,
         most_window: int = 0,
         transfer_blocks: int = 0,
+        kept_pages: int = 0,
     ):
         self.geometry, self.fmt, self.policy = geometry, geometry.fmt, policy
         self.ranks = ranks or Ranks()
@@ -112,7 +114,7 @@ class PageManager:
         self.transfer: RowTransfer | None = None
         if transfer_blocks:
             known = (self.device, self.rows, self.counts, self.high, self.windows)
-            self.transfer = RowTransfer(*known, transfer_blocks)
+            self.transfer = RowTransfer(*known, transfer_blocks, kept_pages)
         self.running = self._running_budgets(self.q_heads)
         self._computed: LaunchedStep | None = None
         """A pass whose last layer is launched, until ``end_pass``."""

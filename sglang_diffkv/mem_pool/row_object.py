@@ -152,9 +152,11 @@ def decode_head(data: bytes, geometry: Geometry) -> RowHead:
     return RowHead(header, RowNumbers.of(by_tier.reshape(3, heads, tiers), hole, ranges.reshape(2, pages)))
 
 
-def check_head(head: RowHead, geometry: Geometry, origin: Origin, room: int) -> None:
+def check_head(
+    head: RowHead, geometry: Geometry, origin: Origin, room: int, *, high: bool = False, windows: range = range(0)
+) -> None:
     """Raise ObjectRefused unless an object is of the request of this ``room``, of a server like this one, and makes a
-    row that can be."""
+    row that can be. ``high``: whether a row may keep all here. ``windows``: those that a row may have of its own."""
     header, x, fmt = head.header, head.numbers, geometry.fmt
     for name, value in origin.fields().items():
         if header.get(name) != value:
@@ -164,6 +166,10 @@ def check_head(head: RowHead, geometry: Geometry, origin: Origin, room: int) -> 
         raise ObjectRefused("header", "its header lacks what the row is")
     if header.get("room") != room:
         raise ObjectRefused("tokens", "it is of another request")
+    if header["high"] and not high:
+        raise ObjectRefused("header", "it keeps all in the high tier, and no request here does (high_requests)")
+    if header["window"] and header["window"] not in windows:
+        raise ObjectRefused("header", f"its window is {header['window']}, which no request here has (request_window)")
     if not 0 < head.length <= geometry.max_tokens or not -1 <= header["frozen"] <= head.length:
         raise ObjectRefused("header", "its header says a length that no row here has")
     tokens = np.array([layout.tokens for layout in fmt.layouts])

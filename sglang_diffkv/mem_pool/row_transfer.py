@@ -17,6 +17,7 @@ before others get them.
 from __future__ import annotations
 
 import time
+import weakref
 from collections import deque
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -26,15 +27,16 @@ from typing import Any
 import numpy as np
 import torch
 
+from sglang_diffkv.errors import UnsupportedError
 from sglang_diffkv.kernels.table import head_index, put_entries, table_column
-from sglang_diffkv.layout.geometry import Geometry
+from sglang_diffkv.layout.geometry import Geometry, Path, path_end
 from sglang_diffkv.layout.page_format import EMPTY
 from sglang_diffkv.layout.state import NO_LIMIT
 from sglang_diffkv.layout.transfer import to_host
 from sglang_diffkv.mem_pool.counts import PageCounts
 from sglang_diffkv.mem_pool.device import Beside, PageDevice
 from sglang_diffkv.mem_pool.high_rows import HighRows
-from sglang_diffkv.mem_pool.host_pages import HostPages, Run, first_of
+from sglang_diffkv.mem_pool.host_pages import GIB, HostPages, Run, first_of
 from sglang_diffkv.mem_pool.page_copies import copy_in, copy_out, staging_pages
 from sglang_diffkv.mem_pool.row_object import (
     PREFIX,
@@ -55,6 +57,9 @@ BLOCK_BYTES = 64 << 10
 USUAL_ROOM = 1 << 30
 """Bytes of host memory for rows on their way: at most, unless one longest row takes more."""
 
+LESS_ROOM = "give --context-length or --max-total-tokens less, or this machine more memory that may be pinned"
+"""What to do where there is less."""
+
 SET_ASIDE_SECONDS = 30.0
 """For which blocks of a failed transfer are nobody's."""
 
@@ -70,8 +75,8 @@ def block_pages(geometry: Geometry) -> int:
 
 def most_row_pages(geometry: Geometry, tokens: int) -> int:
     """Pages that a prompt's row of so many tokens is given room for. Where it was frozen, and where parts of its prefix
-    end, pages are part-filled: a quarter of them, and two of each head, are for that."""
-    return geometry.most_pages(tokens) * 5 // 4 + 2 * geometry.heads
+    end, pages are part-filled: a quarter of them, and two of each head, are for that. No row has more than the pool."""
+    return min(geometry.most_pages(tokens) * 5 // 4 + 2 * geometry.heads, geometry.num_pages)
 
 
 def blocks_for(geometry: Geometry, tokens: int) -> int:
@@ -88,6 +93,11 @@ def room_blocks(geometry: Geometry) -> int:
     return max(longest, min(4 * longest, usual))
 
 
+def room_bytes(geometry: Geometry) -> int:
+    """Bytes of host memory that these are."""
+    return room_blocks(geometry) * block_pages(geometry) * geometry.fmt.page_bytes
+
+
 class TransferRoom:
     """Blocks of host memory that a transfer engine reads and writes.
 
@@ -97,7 +107,13 @@ class TransferRoom:
 
     def __init__(self, geometry: Geometry, count: int, *, pinned: bool):
         page_bytes, self.per_block = geometry.fmt.page_bytes, block_pages(geometry)
-        self._blocks = HostPages(count, self.per_block * page_bytes, pinned=pinned)
+        try:
+            self._blocks = HostPages(count, self.per_block * page_bytes, pinned=pinned)
+        except UnsupportedError as error:
+            raise UnsupportedError(
+                f"diffkv: {count * self.per_block * page_bytes / GIB:.2f} GiB of host memory for rows between servers "
+                f"cannot be had: {LESS_ROOM}"
+            ) from error
         self.pages = self._blocks.pages.view(-1, page_bytes)
         self._second = torch.zeros(count, 8, dtype=torch.uint8)
         self._aside: deque[tuple[float, list[Run]]] = deque()
@@ -239,6 +255,9 @@ class RowImport:
 class RowTransfer:
     """Exports and imports rows of a page manager's parts.
 
+    Args:
+        blocks: of host memory, for rows on their way. kept_pages: most pages of retracted requests in host memory.
+
     Attributes:
         origin: of what its rows are; it is set before the first one goes. sent, received, failed: rows so far.
     """
@@ -251,6 +270,7 @@ class RowTransfer:
         high: HighRows,
         windows: RowWindows,
         blocks: int,
+        kept_pages: int = 0,
     ):
         self.device, self.rows, self.counts, self.geometry = device, rows, counts, device.geometry
         self.high, self.windows = high, windows
@@ -259,8 +279,11 @@ class RowTransfer:
         self.origin: Origin | None = None
         self.sent = self.received = self.failed = 0
         self._exports: set[RowExport] = set()
+        self._waiting: deque[RowExport] = deque()
         self._imports: set[RowImport] = set()
         self._leaving: deque[tuple[Any, list[Run]]] = deque()
+        self.kept_pages = kept_pages
+        self._kept: weakref.WeakSet[KeptRow] = weakref.WeakSet()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="diffkv-transfer")
         self._staging: torch.Tensor | None = None
         if on_gpu:
@@ -273,6 +296,16 @@ class RowTransfer:
         return 0 if self._staging is None else self._staging.nbytes
 
     # Out
+
+    def sends(self, path: Path) -> bool:
+        """Whether a prompt that reads ``path`` surely has no more pages than the other server sets aside for it. Many
+        short parts, whose last pages are part-filled, have more."""
+        geometry, pages = self.geometry, 0
+        for segment, lo, hi in path:
+            most = geometry.heads * sum(self.device.space.part_entries(segment, lo, hi))
+            pages += min(most, segment.pages or most)
+        own = geometry.most_pages(1) + geometry.heads  # each further page of its own has one more set aside
+        return pages + own <= most_row_pages(geometry, path_end(path) + 1)
 
     def export(self, row: int, room: int, most: int) -> RowExport:
         """Begin to send a row past its prompt. ``room``: the servers' number of its request. ``most``: blocks that the
@@ -333,16 +366,24 @@ class RowTransfer:
         chosen = used.astype(bool)
         counts, ranges = by_tier.reshape(3, heads, tiers), np.stack([low, high])[:, chosen]
         export.numbers = RowNumbers.of(counts, hole, ranges)
+        needed = self._blocks_of(export.numbers.pages)
         if fault[0]:
             export.problem = "the pool of pages was empty while it was computed"
-        elif self._blocks_of(export.numbers.pages) > export.most:
+        elif needed > export.most:
             export.problem = (
-                f"its {export.numbers.pages} pages need {self._blocks_of(export.numbers.pages)} blocks, and the decode "
-                f"server has set {export.most} aside for it"
+                f"its {export.numbers.pages} pages need {needed} blocks, and the decode server has set {export.most} "
+                "aside for it"
+            )
+        elif needed > self.room.count:
+            export.problem = (
+                f"its {export.numbers.pages} pages need {needed} blocks, and this server has {self.room.count}"
             )
         else:
-            with self.device.launching():
-                export.pages = export.pages[self.device.to_device(chosen.nonzero()[0])]
+            try:
+                with self.device.launching():
+                    export.pages = export.pages[self.device.to_device(chosen.nonzero()[0])]
+            except torch.OutOfMemoryError:
+                export.problem = "the device has no memory to list its pages"
 
     def _head_pages(self, pages: int) -> int:
         """Pages before those of an object of so many."""
@@ -352,12 +393,15 @@ class RowTransfer:
         return -(-(self._head_pages(pages) + pages) // self.room.per_block)
 
     def _copy(self, export: RowExport) -> None:
-        """Copy the row's pages to blocks, if there are so many by now."""
+        """Copy the row's pages to blocks, if there are so many by now and no other row has waited longer for them."""
         numbers = export.numbers
         assert numbers is not None
-        taken = self.room.take(self._blocks_of(numbers.pages))
+        if export not in self._waiting:
+            self._waiting.append(export)
+        taken = self.room.take(self._blocks_of(numbers.pages)) if self._waiting[0] is export else None
         if taken is None:
             return
+        self._waiting.remove(export)
         export.blocks = taken
         runs = first_of(_without(self.room.pages_of(taken), self._head_pages(numbers.pages)), numbers.pages)
         source = self.device.state.pages
@@ -392,6 +436,8 @@ class RowTransfer:
         if export not in self._exports:
             return
         self._exports.remove(export)
+        if export in self._waiting:
+            self._waiting.remove(export)
         if export.copying is not None:
             self.device.join(export.copying)
         done = export.sealing is None or export.sealing.done()
@@ -433,7 +479,8 @@ class RowTransfer:
         start = bytes(self._first_bytes(runs, PREFIX.size))
         size = said_size(start, whole * page_bytes, self.geometry)
         head = decode_head(self._first_bytes(runs, size), self.geometry)
-        check_head(head, self.geometry, self.origin, room)
+        high, windows = self.high.allowed, self.windows.known
+        check_head(head, self.geometry, self.origin, room, high=high, windows=windows)
         before = int(head.header["before"])
         if not size <= before * page_bytes <= (whole - head.numbers.pages) * page_bytes:
             raise ObjectRefused("header", "its header does not say where its pages are")
@@ -448,7 +495,8 @@ class RowTransfer:
     def restore(self, wanted: RowImport, row: int) -> None:
         """Make an empty row of what has come. The caller has made sure of the pages. Nothing waits for the device.
 
-        Raises ObjectRefused for what is no row, TableFull, NoRoom and torch.OutOfMemoryError, leaving the row empty.
+        Raises ObjectRefused for what is no row, TableFull and NoRoom, leaving the row empty. After
+        torch.OutOfMemoryError the row must be released.
         """
         assert wanted.reading is not None and wanted.reading.done(), "nobody has looked at it"
         head = wanted.reading.result()
@@ -479,7 +527,10 @@ class RowTransfer:
 
     def keep(self, row: int, length: int) -> KeptRow:
         """Copy the first ``length`` tokens of a row to host memory. Waits for the device. They come back as pages that
-        the row may not write, since the device may have stored one token more."""
+        the row may not write, since the device may have stored one token more. Whoever has the kept row has the memory.
+
+        Raises NoRoom and torch.OutOfMemoryError, changing nothing.
+        """
         state, tables = self.device.state, []
         with self.device.launching():
             for tier in range(self._tiers):
@@ -487,19 +538,30 @@ class RowTransfer:
             pages = torch.cat([page[used] for page, used, _ in tables])
             ranges = torch.cat([known[1:, used] for _, used, known in tables], dim=1).cpu().numpy()
             entries = state.entries[row].flatten(0, 1).cpu().numpy()
-            size = (len(pages), self.device.fmt.page_bytes)
-            host = torch.empty(size, dtype=torch.uint8, pin_memory=state.pages.is_cuda)
+            host = self._host_memory(len(pages))
             counts = np.stack([entries, entries, np.zeros_like(entries)])
             numbers = RowNumbers.of(counts, np.full(len(entries), EMPTY), ranges)
             window = self.windows.window_of(row) if row in self.windows else 0
             kept = KeptRow(length, row in self.high, window, numbers, host)
             copy_out(state.pages, pages, kept, [(0, len(pages))] if len(pages) else [], self._staging)
+        self._kept.add(kept)
         return kept
+
+    def _host_memory(self, pages: int) -> torch.Tensor:
+        """For so many pages of a retracted request, [n, page_bytes] uint8. Raises NoRoom."""
+        taken = sum(kept.numbers.pages for kept in self._kept)
+        if taken + pages > self.kept_pages:
+            raise NoRoom(f'host memory for retracted requests is full ({self.kept_pages} pages, "host_gib")')
+        size = (pages, self.device.fmt.page_bytes)
+        try:
+            return torch.empty(size, dtype=torch.uint8, pin_memory=self.device.state.pages.is_cuda)
+        except RuntimeError as error:
+            raise NoRoom(f"the system gives no host memory for a retracted request: {error}") from error
 
     def bring_back(self, kept: KeptRow, row: int) -> None:
         """Make an empty row of what was kept. The caller has made sure of the pages. Nothing waits for the device.
 
-        Raises TableFull and torch.OutOfMemoryError, leaving the row empty.
+        Raises TableFull, leaving the row empty. After torch.OutOfMemoryError the row must be released.
         """
         count = kept.numbers.pages
         self._make(row, kept.length, kept.length, kept.numbers)
@@ -537,7 +599,7 @@ class RowTransfer:
         place = (state.counters[0] + torch.arange(numbers.pages, device=state.device)) % state.num_pages
         pages = state.ring[place].long()
         where = head_index(state, row, listed[0], listed[1])
-        state.counters[0] += numbers.pages
+        state.counters[0] += numbers.pages  # the first change: what may lack memory stands before it
         state.refcount.index_fill_(0, pages, 1)
         put_entries(state, where, pages, listed[2], listed[3])
         state.entries[row], state.own_entry[row], state.own_tokens[row] = entries, own_entry, own_tokens
@@ -588,3 +650,5 @@ class RowTransfer:
         self.room.check_integrity(held + [blocks for _, blocks in self._leaving])
         for export in self._exports:
             assert export.row in self.rows, "a row that nobody has is being sent"
+        for export in self._waiting:
+            assert export in self._exports and not export.blocks, "a row that does not wait has its turn"

@@ -33,6 +33,11 @@ class RowWindows:
     def __len__(self) -> int:
         return len(self._windows)
 
+    @property
+    def known(self) -> range:
+        """Windows that a row may have of its own."""
+        return range(self.least, self.most + 1) if self.allowed else range(0)
+
     def window_of(self, row: int) -> int:
         """Newest tokens of a row's request that always stay in the high tier."""
         return self._windows.get(row, self.policy.window)
@@ -43,7 +48,7 @@ class RowWindows:
 
     def expect(self, window: int) -> None:
         """A request with such a window has come, and waits for its row."""
-        assert self.allowed and self.least <= window <= self.most, f"no row may have a window of {window}"
+        assert window in self.known, f"no row may have a window of {window}"
         self.ragged = self.ragged or window % self.device.fmt.high.tokens > 0
 
     def keep(self, row: int, window: int) -> None:

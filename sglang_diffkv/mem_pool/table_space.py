@@ -107,13 +107,6 @@ class TableSpace:
             return sum(blocks) <= self.table_blocks
         return sum(blocks[::2]) <= self.table_blocks and sum(blocks[1::2]) <= self.table_blocks
 
-    def fitting(self, path: Path, max_tokens: int) -> Path:
-        """The longest start of ``path`` that fits."""
-        count = len(path)
-        while count and not self.fits(path[:count], max_tokens):
-            count -= 1
-        return path[:count]
-
     def refused(self, rows: list[int], new_tokens: int) -> dict[int, str]:
         """Those of ``rows``, in this order, that have no room for ``new_tokens`` more each, and why."""
         found: dict[int, str] = {}

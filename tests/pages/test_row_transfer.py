@@ -12,13 +12,23 @@ import numpy as np
 import pytest
 import torch
 
+from sglang_diffkv.errors import UnsupportedError
 from sglang_diffkv.kernels.table import row_table
 from sglang_diffkv.layout.geometry import Geometry
-from sglang_diffkv.mem_pool import row_transfer
+from sglang_diffkv.mem_pool import host_pages, row_transfer
 from sglang_diffkv.mem_pool.host_pages import Run
 from sglang_diffkv.mem_pool.integrity import check_integrity
 from sglang_diffkv.mem_pool.page_manager import PageManager
-from sglang_diffkv.mem_pool.row_transfer import RowExport, RowImport, RowTransfer, blocks_for, room_blocks
+from sglang_diffkv.mem_pool.row_transfer import (
+    NoRoom,
+    RowExport,
+    RowImport,
+    RowTransfer,
+    TransferRoom,
+    blocks_for,
+    most_row_pages,
+    room_blocks,
+)
 from sglang_diffkv.mem_pool.segment_object import ObjectRefused, Origin
 from sglang_diffkv.mem_pool.table_space import TableFull
 from tests.dense import Session
@@ -30,7 +40,13 @@ FOUR = ("K8V8", "K8V4", "K4V4", "K4V2")
 
 
 def server(
-    tiers: tuple[str, ...] = PAIR, *, pages: int = 600, blocks: int = 60, position_bytes: int = 2, **named: Any
+    tiers: tuple[str, ...] = PAIR,
+    *,
+    pages: int = 600,
+    blocks: int = 60,
+    kept_pages: int = 600,
+    position_bytes: int = 2,
+    **named: Any,
 ) -> Session:
     """A server's pages, which freezes prompts of 16 tokens or more up to their window."""
     between = (1.0, 0.8)[: max(len(tiers) - 2, 0)]
@@ -39,7 +55,7 @@ def server(
     manager = make_manager(fmt, policy=policy, pages=pages, **named)
     manager.prompts.share_min_tokens, manager.prompts.tail = 16, WINDOW
     parts = (manager.device, manager.rows, manager.counts, manager.high, manager.windows)
-    manager.transfer = RowTransfer(*parts, blocks)
+    manager.transfer = RowTransfer(*parts, blocks, kept_pages)
     manager.transfer.origin = Origin.of(manager.geometry, torch.bfloat16, "weights", "configuration")
     return Session(manager, spread=2.0)
 
@@ -295,7 +311,98 @@ def test_numbers_that_no_row_has_are_refused(change: Callable[..., None], reason
     assert refused(target, wanted) == reason
 
 
+@pytest.mark.parametrize(
+    ("there", "here", "reason"),
+    [
+        ({"high_rows": True}, {}, "keeps all in the high tier"),
+        ({"most_window": 64}, {}, "its window is 21"),
+        ({"most_window": 64}, {"most_window": 16}, "its window is 21"),
+    ],
+    ids=["high", "no window", "window too large"],
+)
+def test_what_this_server_allows_no_request_is_refused(there: Any, here: Any, reason: str) -> None:
+    source, target = server(**there), server(**here)
+    if "high_rows" in there:
+        source.manager.high.keep(2)
+    else:
+        source.manager.windows.keep(2, 21)
+    source.extend({2: 45}, check=False)
+    source.end_prompt(2)
+    sent, wanted = exported(source, 2), ways(target).expect(45)
+    assert wanted is not None
+    carry(ways(source), sent, ways(target), wanted)
+    ways(target).look(wanted, ROOM)
+    until(lambda: wanted.looked)
+    with pytest.raises(ObjectRefused, match=reason):
+        ways(target).restore(wanted, 3)
+    assert 3 not in target.manager.rows
+    ways(target).give_up(wanted)
+    check(target.manager)
+
+
+def test_without_memory_on_the_device_the_row_can_be_released(monkeypatch: pytest.MonkeyPatch, waiting: Any) -> None:
+    source, target, sent, wanted = waiting
+    carry(ways(source), sent, ways(target), wanted)
+    ways(target).look(wanted, ROOM)
+    until(lambda: wanted.looked)
+
+    def fails(*_: object) -> None:
+        raise torch.OutOfMemoryError("none")
+
+    monkeypatch.setattr(target.manager.device, "to_device", fails)
+    with pytest.raises(torch.OutOfMemoryError):
+        ways(target).restore(wanted, 3)
+    monkeypatch.undo()
+    target.manager.release(3)
+    ways(target).give_up(wanted)
+    check(target.manager)
+    assert target.manager.device.free_pages() == target.state.num_pages
+
+
 # Room
+
+
+@pytest.fixture
+def crowded() -> tuple[Session, RowExport, RowExport, list[Run]]:
+    """A long row waits for blocks that others have, and a short one, which would find enough, comes behind it."""
+    session = server(pages=3000, blocks=20)
+    transfer = ways(session)
+    session.extend({1: 290, 2: 5}, check=False)
+    session.manager.prompts.end(1, 2)
+    long, short = transfer.export(1, ROOM, 1000), transfer.export(2, ROOM + 1, 1000)
+    taken = transfer.room.take(18)
+    assert taken is not None
+    assert not any(transfer.advance(x) for _ in range(5) for x in (long, short))
+    assert long.numbers is not None and short.numbers is not None
+    assert transfer._blocks_of(long.numbers.pages) > 2 >= transfer._blocks_of(short.numbers.pages)
+    assert short.copying is None
+    return session, long, short, taken
+
+
+def test_a_row_that_waits_for_blocks_is_not_overtaken(crowded: Any) -> None:
+    session, long, short, taken = crowded
+    transfer = ways(session)
+    transfer.room.give(taken)
+    until(lambda: transfer.advance(long))
+    transfer.finish(long, well=True)
+    until(lambda: transfer.advance(short))
+    transfer.finish(short, well=True)
+    assert transfer.room.used == 0
+    check(session.manager)
+
+
+def test_one_that_is_given_up_while_it_waits_lets_others_go_on(crowded: Any) -> None:
+    session, _, short, _ = crowded
+    session.release(1)
+    until(lambda: ways(session).advance(short))
+    assert short.ready
+
+
+def test_a_row_that_no_room_here_is_large_enough_for_fails() -> None:
+    session = server(blocks=1)
+    session.extend({1: 90}, check=False)
+    session.end_prompt(1)
+    assert "and this server has 1" in exported(session, 1).problem
 
 
 def test_an_export_waits_for_blocks() -> None:
@@ -375,8 +482,19 @@ def test_a_lost_block_is_found() -> None:
 def test_a_server_has_room_for_one_longest_row_at_least() -> None:
     geometry = server().manager.geometry
     assert room_blocks(geometry) == 4 * blocks_for(geometry, geometry.max_tokens)
-    long = Geometry(geometry.fmt, 40, 8, 100, 4, 4, 60_000)
+    long = Geometry(geometry.fmt, 40, 8, 10_000_000, 4, 4, 60_000)
     assert room_blocks(long) == blocks_for(long, 60_000)
+    small = Geometry(geometry.fmt, 40, 8, 5000, 4, 4, 60_000)
+    assert most_row_pages(small, 60_000) == 5000 and room_blocks(small) < room_blocks(long)
+
+
+def test_memory_that_cannot_be_pinned_is_named_as_what_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host_pages, "_register", lambda memory: 2)
+    with pytest.raises(
+        UnsupportedError, match="for rows between servers cannot be had: give --context-length"
+    ) as error:
+        TransferRoom(server().manager.geometry, 8, pinned=True)
+    assert "host_gib" not in str(error.value)
 
 
 def test_a_row_of_nothing_generates() -> None:
@@ -422,6 +540,19 @@ def test_a_retracted_row_comes_back_without_the_token_that_came_too_late(tiers: 
     session.release(1)
     check(session.manager)
     assert session.manager.device.free_pages() == session.state.num_pages
+
+
+def test_kept_rows_have_a_bound_and_are_free_once_nobody_has_them() -> None:
+    session = server(kept_pages=40)
+    for row in (1, 2):
+        session.extend({row: 33}, check=False)
+        session.end_prompt(row)
+    kept = ways(session).keep(1, 33)
+    assert 20 < kept.numbers.pages <= 40
+    with pytest.raises(NoRoom, match="host_gib"):
+        ways(session).keep(2, 33)
+    del kept
+    assert ways(session).keep(2, 33).numbers.pages <= 40
 
 
 def test_what_a_retracted_request_asked_for_itself_comes_back() -> None:

@@ -25,6 +25,7 @@ from sglang_diffkv.config import CONFIG_ENV, DiffKVConfig, DiffKVPolicyConfig, l
 from sglang_diffkv.errors import ConfigError, UnsupportedError
 from sglang_diffkv.evaluate.ports import Port
 from sglang_diffkv.evaluate.server import CPU_ENV, OFFLINE_ENV, Server
+from sglang_diffkv.plan import MemoryPlan
 from sglang_diffkv.policies.registry import PolicyConfig
 from sglang_diffkv.refusals import kind_of
 from sglang_diffkv.releases import RELEASES
@@ -217,6 +218,26 @@ def test_two_servers_are_refused_by_the_name_of_other_releases_and_on_gpus(monke
     _half_served(monkeypatch, False)
     (found,) = disaggregation.problems(_args(**HALF), load_config("{}"))
     assert "install SGLang 0.5.21, or drop --disaggregation-mode" in found
+
+
+def test_kept_prefixes_are_refused_where_there_are_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    """SGLang itself turns the prefix cache of such a server off: the user gave no option for that."""
+    _half_served(monkeypatch, True)
+    args = _args(**HALF, disable_radix_cache=True)
+    with pytest.raises(UnsupportedError, match='"keep_seconds" with --disaggregation-mode decode') as error:
+        check_server_args(args, load_config('{"keep_seconds": 60}'))
+    assert "--disable-radix-cache" not in str(error.value)
+
+
+def test_rows_between_servers_need_free_host_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a row no longer than the pool, if that is known before weights load."""
+    fmt = load_config("{}").page_format(128, 128, 1 << 20)
+    plan = MemoryPlan(load_config("{}"), fmt, 32, 8, 32, gpu=False)
+    monkeypatch.setattr(disaggregation, "free_host_memory", lambda: 4 << 30)
+    disaggregation.check_room(_args(disaggregation_mode="null"), plan, 1 << 20)
+    disaggregation.check_room(_args(**HALF, max_total_tokens=10_000), plan, 1 << 20)
+    with pytest.raises(UnsupportedError, match=r"for rows between servers, .* 4\.00 GiB are free: give --con"):
+        disaggregation.check_room(_args(**HALF), plan, 1 << 20)
 
 
 def test_servers_that_differ_are_told_in_what() -> None:

@@ -327,6 +327,12 @@ def get_next_batch_to_run(original: Any, self: Any, *args: Any, **kwargs: Any) -
     return plan
 
 
+INCOMPLETE = (
+    "DiffKV: the pool of pages was empty while this request was running, so its cache is incomplete. Retry it, or give "
+    "the server more memory."
+)
+
+
 def process_batch_result(original: Any, self: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
     """Before results go out, end the requests that lost tokens to an empty ring; check all structures if asked. Behind
     them, see what the requests that left make possible."""
@@ -335,11 +341,9 @@ def process_batch_result(original: Any, self: Any, batch: Any, *args: Any, **kwa
         return original(self, batch, *args, **kwargs)
     if not batch.forward_mode.is_idle():
         for req in requests.step_ended(batch.reqs):
-            compat.finish_with_error(
-                req,
-                "DiffKV: the pool of pages was empty while this request was running, so its cache is incomplete. "
-                "Retry it, or give the server more memory.",
-            )
+            compat.finish_with_error(req, INCOMPLETE)
+            if requests.sending is not None:
+                requests.sending.tell_failed(req, INCOMPLETE)
         _check_sometimes(requests)
     with requests.tree.inserting_later():
         result = original(self, batch, *args, **kwargs)

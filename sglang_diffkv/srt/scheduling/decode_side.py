@@ -12,16 +12,13 @@ import logging
 from typing import Any
 
 from sglang_diffkv.srt.scheduling.allocator import requests_of
-from sglang_diffkv.srt.scheduling.receiving import REFUSED, Receiving
+from sglang_diffkv.srt.scheduling.errors import FATAL
+from sglang_diffkv.srt.scheduling.receiving import NEVER, Receiving
 from sglang_diffkv.srt.scheduling.refused_requests import tell_refused
 from sglang_diffkv.srt.scheduling.sending import block_numbers
 from sglang_diffkv.srt.versions import disaggregation
 
 logger = logging.getLogger(__name__)
-
-NEVER = 1 << 60
-"""High-tier tokens that no server has."""
-
 
 # Room
 
@@ -36,7 +33,8 @@ def required_admission_tokens(original: Any, self: Any, req: Any, *args: Any, **
 
 
 def prealloc_required_tokens(original: Any, self: Any, req: Any) -> tuple[int, int]:
-    """What a retracted request needs to come back: what its pages take, and not what its tokens do."""
+    """What a retracted request needs to come back: what its pages take, and not what its tokens do. More than there is
+    while KV slots for its tokens are short."""
     requests, (tokens, of_windows) = requests_of(self), original(self, req)
     back = None if requests is None or requests.receiving is None else requests.receiving.tokens_back(req)
     return tokens if back is None else max(back + self.num_reserved_decode_tokens, 1), of_windows
@@ -86,8 +84,10 @@ def commit_transfer_to_req(original: Any, self: Any, decode_req: Any) -> None:
         return
     try:
         requests.receiving.begin(req)
-    except REFUSED as error:
-        logger.error("DiffKV: request %s cannot begin: %s", req.rid, error)
+    except FATAL:
+        raise
+    except Exception as error:
+        logger.exception("DiffKV: request %s cannot begin", req.rid)
         disaggregation.prepare_abort(req, f"DiffKV: the request cannot begin: {error}")
 
 
@@ -136,14 +136,19 @@ def try_ensure_parallel_info(original: Any, self: Any, bootstrap_addr: str) -> b
     """SGLang compares servers when they first meet, and would end this one where they differ: the requests of that
     prefill server end instead, and say in what."""
     told: dict[str, str] = self.__dict__.setdefault("diffkv_refused", {})
+    speaks = disaggregation.speaks_of_rows(self.kv_cache_dtype_str)
     try:
         found = bool(original(self, bootstrap_addr))
+        if found and speaks and disaggregation.tells_nothing(self, bootstrap_addr):
+            raise RuntimeError("it does not tell what it stores: start it with --attention-backend diffkv")
         told.pop(bootstrap_addr, None)
         return found
-    except RuntimeError as error:
-        if not disaggregation.speaks_of_rows(self.kv_cache_dtype_str):
+    except Exception as error:
+        if not speaks:
             raise
-        told[bootstrap_addr] = disaggregation.how_servers_differ(str(error), self.kv_cache_dtype_str)
+        disaggregation.forget_server(self, bootstrap_addr)
+        text = str(error) or type(error).__name__
+        told[bootstrap_addr] = disaggregation.how_servers_differ(text, self.kv_cache_dtype_str)
         logger.error("DiffKV: the prefill server at %s is refused: %s", bootstrap_addr, told[bootstrap_addr])
         return False
 

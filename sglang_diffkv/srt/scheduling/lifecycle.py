@@ -36,6 +36,7 @@ from sglang_diffkv.mem_pool.steps import PlannedStep
 from sglang_diffkv.mem_pool.table_space import TableFull
 from sglang_diffkv.mem_pool.usage import UsageMeter
 from sglang_diffkv.ops.decisions import compacts
+from sglang_diffkv.srt.scheduling.errors import FATAL
 from sglang_diffkv.srt.scheduling.fidelity import Fidelity
 from sglang_diffkv.srt.scheduling.joint_admission import AdmissionRule
 from sglang_diffkv.srt.scheduling.mixed_chunks import MixedChunks
@@ -47,11 +48,6 @@ from sglang_diffkv.srt.tree.parts import Parts
 from sglang_diffkv.srt.versions import compat
 
 logger = logging.getLogger(__name__)
-
-FATAL: tuple[type[Exception], ...] = tuple(
-    x for x in (getattr(torch, "AcceleratorError", None), getattr(torch.cuda, "CudaError", None)) if x is not None
-)
-"""Errors after which the device is of no more use."""
 
 
 class BatchRefused(RuntimeError):

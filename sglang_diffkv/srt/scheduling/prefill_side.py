@@ -12,7 +12,7 @@ from typing import Any
 
 from sglang_diffkv.srt.scheduling.allocator import requests_of
 from sglang_diffkv.srt.scheduling.refused_requests import tell_refused
-from sglang_diffkv.srt.versions import disaggregation
+from sglang_diffkv.srt.versions import compat, disaggregation
 
 
 def send_kv_chunk(original: Any, self: Any, req: Any, last_chunk: bool = False, end_idx: int | None = None) -> None:
@@ -50,6 +50,8 @@ def get_next_disagg_prefill_batch_to_run(original: Any, self: Any, *args: Any, *
     requests.scheduling_begins(self.waiting_queue)
     plan = original(self, *args, **kwargs)
     for req in requests.refused:
+        if requests.sending is not None:
+            requests.sending.tell_failed(req, compat.reason_of_end(req))
         self.release_aborted_prefill_waiting_req(req)
     tell_refused(self, requests)
     return plan

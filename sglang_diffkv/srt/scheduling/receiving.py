@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from typing import Any
 
-import torch
-
 from sglang_diffkv.mem_pool.ledger import PageLedger
 from sglang_diffkv.mem_pool.row_transfer import KeptRow, NoRoom, RowImport, RowTransfer, most_row_pages
-from sglang_diffkv.mem_pool.segment_object import ObjectRefused
-from sglang_diffkv.mem_pool.table_space import TableFull
+from sglang_diffkv.srt.scheduling.errors import FATAL
 from sglang_diffkv.srt.versions import compat, disaggregation
 
-REFUSED = (ObjectRefused, TableFull, NoRoom, torch.OutOfMemoryError)
-"""Errors by which one request ends, and no other."""
+logger = logging.getLogger(__name__)
+
+NEVER = 1 << 60
+"""High-tier tokens that no server has."""
 
 
 class Receiving:
@@ -62,7 +62,7 @@ class Receiving:
     def arrived(self, req: Any) -> bool:
         """The engine says that a request's row has come. True once it was checked.
 
-        Raises what is wrong with it, one of ``REFUSED``.
+        Raises what is wrong with it.
         """
         wanted = self.imports.get(req)
         if wanted is None:
@@ -75,7 +75,7 @@ class Receiving:
         return True
 
     def begin(self, req: Any) -> None:
-        """The request's row is made of what has come. Raises one of ``REFUSED``."""
+        """The request's row is made of what has come. Raises what is wrong with it; the row must be released then."""
         row, wanted = compat.allocated_row_of(req), self.imports.get(req)
         self.ledger.forget(req)
         if wanted is None:
@@ -84,27 +84,38 @@ class Receiving:
         self.transfer.restore(wanted, row)
         del self.imports[req]
 
-    def keep(self, req: Any) -> KeptRow | None:
-        """The request is about to be retracted. None if it has no token whose keys and values are stored."""
+    def keep(self, req: Any) -> KeptRow | str:
+        """The request is about to be retracted. If it is not kept: why."""
         row, tokens = compat.row_of(req), compat.tokens_of(req) - 1
         rows = self.manager.rows
         if row is None or tokens <= 0 or rows.length(row) < tokens or row in self.manager.counts.faulted:
-            return None
+            return "its pages were not complete when it was retracted"
+        try:
+            kept = self.transfer.keep(row, tokens)
+        except FATAL:
+            raise
+        except Exception as error:
+            logger.warning("DiffKV: retracted request %s is not kept, and will end: %s", req.rid, error)
+            return str(error)
         self.counts["kept"] += 1
-        return self.transfer.keep(row, tokens)
+        return kept
 
-    def bring_back(self, req: Any, kept: KeptRow | None) -> None:
+    def bring_back(self, req: Any, kept: KeptRow | str) -> None:
         """A retracted request has got KV slots again. One that cannot come back ends with an error behind its next
         step."""
         row, tokens = compat.allocated_row_of(req), compat.tokens_of(req) - 1
         try:
-            if kept is None:
-                raise NoRoom("its pages were not complete when it was retracted")
+            if isinstance(kept, str):
+                raise NoRoom(kept)
             if kept.numbers.pages > self.ledger.uncommitted_pages():
                 raise NoRoom("it has more pages than are free")
             self.transfer.bring_back(kept, row)
             self.counts["restored"] += 1
-        except REFUSED as error:
+        except FATAL:
+            raise
+        except Exception as error:
+            trace = not isinstance(error, NoRoom)
+            logger.warning("DiffKV: retracted request %s cannot come back: %s", req.rid, error, exc_info=trace)
             if row in self.manager.rows:
                 self.manager.release(row)
             self.transfer.restore_nothing(row, tokens)
@@ -112,10 +123,13 @@ class Receiving:
             compat.finish_with_error(req, f"DiffKV: a retracted request cannot go on: {error}. Retry it.")
 
     def tokens_back(self, req: Any) -> int | None:
-        """High-tier tokens that a retracted request takes when it comes back; None for one that was not kept."""
+        """High-tier tokens that a retracted request takes when it comes back; None for one that was not kept. ``NEVER``
+        while KV slots for its tokens are short."""
         kept = disaggregation.kept_of(req)
         if not isinstance(kept, KeptRow):
             return None
+        if compat.tokens_of(req) - 1 > self.ledger.uncommitted_kv_slots():
+            return NEVER
         return math.ceil(kept.numbers.pages * self.manager.fmt.high.tokens / self.manager.geometry.heads)
 
     def left(self, req: Any) -> None:

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import numpy as np
-import torch
 
 from sglang_diffkv.mem_pool.host_pages import Run
 from sglang_diffkv.mem_pool.page_manager import PageManager
 from sglang_diffkv.mem_pool.row_transfer import RowExport
-from sglang_diffkv.srt.versions import compat
+from sglang_diffkv.srt.scheduling.errors import FATAL
+from sglang_diffkv.srt.versions import compat, disaggregation
+
+logger = logging.getLogger(__name__)
 
 
 def block_numbers(blocks: list[Run]) -> np.ndarray:
@@ -32,32 +35,51 @@ class Sending:
         named = sender.kv_mgr.transfer_infos.get(sender.bootstrap_room)
         if not named:
             return
-        most = min(len(x.dst_kv_indices) for x in named.values() if not x.is_dummy)
+        # Another thread writes there.
+        most = min((len(x.dst_kv_indices) for x in list(named.values()) if not x.is_dummy), default=0)
         try:
             self.exports[req] = transfer.export(compat.allocated_row_of(req), sender.bootstrap_room, most)
-        except torch.OutOfMemoryError:
-            self._fail(req, "the device has no memory to list its pages")
+        except FATAL:
+            raise
+        except Exception as error:
+            logger.exception("DiffKV: the prompt of request %s cannot be sent", req.rid)
+            self._fail(req, str(error))
 
     def advance(self) -> None:
         """Send the rows that are whole by now."""
         transfer = self.manager.transfer
         assert transfer is not None
         for req, export in list(self.exports.items()):
-            if getattr(req, "diffkv_sent", None) is export or not transfer.advance(export):
+            if getattr(req, "diffkv_sent", None) is export:
                 continue
+            try:
+                if transfer.advance(export) and not export.problem:
+                    self._send(req, export)
+            except FATAL:
+                raise
+            except Exception as error:
+                logger.exception("DiffKV: the prompt of request %s cannot be sent", req.rid)
+                export.problem = str(error)
             if export.problem:
                 self._fail(req, export.problem)
-                continue
-            sender, blocks = req.disagg_kv_sender, block_numbers(export.blocks)
-            sender.num_kv_indices = len(blocks)  # of those that the decode server has named, the first ones
-            sender.send(blocks, None, num_kv_tokens=self.manager.rows.length(export.row))
-            req.diffkv_sent = export
+
+    def _send(self, req: Any, export: RowExport) -> None:
+        """The request's row is whole."""
+        sender, blocks = req.disagg_kv_sender, block_numbers(export.blocks)
+        sender.num_kv_indices = len(blocks)  # of those that the decode server has named, the first ones
+        sender.send(blocks, None, num_kv_tokens=self.manager.rows.length(export.row))
+        req.diffkv_sent = export
 
     def _fail(self, req: Any, problem: str) -> None:
         """The request's row cannot go: both servers end it."""
-        sender, text = req.disagg_kv_sender, f"DiffKV cannot send the prompt of request {req.rid}: {problem}"
-        sender.kv_mgr.conclude_failure(bootstrap_room=sender.bootstrap_room, failure_reason=text)
+        self.tell_failed(req, f"DiffKV cannot send the prompt of request {req.rid}: {problem}")
         self.left(req)
+
+    def tell_failed(self, req: Any, reason: str) -> None:
+        """The decode server hears that the request's prompt does not come. SGLang's sender would end without a word."""
+        sender = getattr(req, "disagg_kv_sender", None)
+        if sender is not None and not disaggregation.is_own_request(req):
+            sender.kv_mgr.conclude_failure(bootstrap_room=sender.bootstrap_room, failure_reason=reason)
 
     def left(self, req: Any) -> None:
         """The request gives up its row: SGLang's sender has concluded."""

@@ -169,6 +169,7 @@ def build_allocator(configurator: Any, pool: DiffKVPool, rows: Any) -> DiffKVAll
         keeps_retracted=plan.keeps_retracted,
         write_policy="" if plan.host_room is None else plan.host_room.write_policy,
         transfer_blocks=disaggregation.transfer_blocks(configurator.server_args, geometry),
+        kept_pages=plan.retracted_pages(geometry),
     )
     if has_states(rows) and manager.saved_segments is not None:
         manager.keep_slots(state_buffers(rows), manager.host_slots)

@@ -7,14 +7,18 @@ import os
 from typing import Any
 
 from sglang_diffkv.config import DiffKVConfig, load_config
+from sglang_diffkv.errors import UnsupportedError
 from sglang_diffkv.layout.geometry import Geometry
+from sglang_diffkv.mem_pool.host_pages import GIB
 from sglang_diffkv.mem_pool.row_object import VERSION
-from sglang_diffkv.mem_pool.row_transfer import room_blocks
+from sglang_diffkv.mem_pool.row_transfer import LESS_ROOM, room_blocks, room_bytes
 from sglang_diffkv.mem_pool.segment_object import Origin
+from sglang_diffkv.plan import MemoryPlan
 from sglang_diffkv.releases import RELEASES
 from sglang_diffkv.srt.models.speculation import algorithm_of
 from sglang_diffkv.srt.scheduling.allocator import requests_of
 from sglang_diffkv.srt.startup import host_options, own_means
+from sglang_diffkv.srt.startup.host_memory import free_host_memory
 from sglang_diffkv.srt.startup.model_identity import model_digest, row_facts
 from sglang_diffkv.srt.versions import compat, disaggregation
 
@@ -94,6 +98,22 @@ def model_problems(configurator: Any) -> list[str]:
 def transfer_blocks(args: Any, geometry: Geometry) -> int:
     """Blocks of host memory for rows on their way; 0 where one server does all."""
     return 0 if mode_of(args) == OFF else room_blocks(geometry)
+
+
+def check_room(args: Any, plan: MemoryPlan, longest: int) -> None:
+    """Raise UnsupportedError if this machine has no free memory for rows on their way. ``longest``: tokens of a row.
+
+    Before weights load only ``--max-total-tokens`` tells the size of the pool, which bounds a row.
+    """
+    if mode_of(args) == OFF:
+        return
+    pool = getattr(compat.resolved(args), "max_total_tokens", None) or 2 * longest
+    size, free = room_bytes(plan.geometry(pool, 1, longest)), free_host_memory()
+    if size > free:
+        raise UnsupportedError(
+            f"diffkv: {OPTION} takes {size / GIB:.2f} GiB of host memory for rows between servers, of which one has "
+            f"up to {longest} tokens, and {free / GIB:.2f} GiB are free: {LESS_ROOM}"
+        )
 
 
 def init_kv_manager(original: Any, self: Any) -> Any:

@@ -19,7 +19,7 @@ from sglang_diffkv.srt.models import kv_scales
 from sglang_diffkv.srt.models.hybrids import paged_layers
 from sglang_diffkv.srt.models.scaling import configured_spans, reads_window
 from sglang_diffkv.srt.models.speculation import check_drafts, drafts_of, longest_row
-from sglang_diffkv.srt.startup import tree_pages
+from sglang_diffkv.srt.startup import disaggregation, tree_pages
 from sglang_diffkv.srt.startup.draft_model import bytes_of_slot
 from sglang_diffkv.srt.startup.host_memory import host_memory
 from sglang_diffkv.srt.startup.optional_parts import host_room
@@ -104,8 +104,9 @@ def planned(configurator: Any, config: DiffKVConfig, draft_bytes: int) -> Memory
     plan = MemoryPlan.of(configurator, config, layers, longest, attention_spans, draft_bytes)
     check_kernels(config, plan, on_gpu=plan.gpu, dtype=model.dtype)
     obstacle = why_recomputed(configurator, config)
-    if not obstacle:
+    if not obstacle or disaggregation.mode_of(view) == disaggregation.DECODE:
         check_host_memory(config, getattr(view, "dp_size", 1) or 1)
+    disaggregation.check_room(view, plan, longest)
     return replace(plan, keeps_retracted=not obstacle, host_room=host_room(configurator))
 
 

@@ -55,7 +55,11 @@ def check_server_args(args: Any, config: DiffKVConfig | None = None) -> None:
             )
         if getattr(config.policy, "asynchronous", False):
             problems.append('--enable-mixed-chunk with "asynchronous": true: drop one of them')
-    if config.keep_seconds and getattr(args, "disable_radix_cache", False):
+    if config.keep_seconds and disaggregation.mode_of(args) == disaggregation.DECODE:
+        problems.append(
+            f'"keep_seconds" with {disaggregation.OPTION} decode, where no prefix is kept: leave "keep_seconds" out'
+        )
+    elif config.keep_seconds and getattr(args, "disable_radix_cache", False):
         problems.append('"keep_seconds" with --disable-radix-cache, which keeps no prefix: drop one of them')
     if getattr(config.policy, "asynchronous", False):
         problems += untried_on_a_gpu(device, '"asynchronous": true', "leave it out of the policy")

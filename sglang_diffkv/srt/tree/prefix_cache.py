@@ -308,16 +308,26 @@ class DiffKVPrefixCache(EvictingTree):
     def _made_to_fit(self, node: Any) -> Path | None:
         """None if a row has room for the path to ``node``, at the latest when its pages are counted, or small parts of
         it are joined; else as much of the path as fits."""
-        space, longest = self.manager.space, self.manager.geometry.max_tokens
         path = self.path(node)
         if len(path) > MOST_PARTS and self.joiner.join(node, evict=False):
             path = self.path(node)
-        if space.fits(path, longest):
+        if self._fits(path):
             return None
         self.manager.segments.count_reads(path)
-        if not space.fits(path, longest) and self.joiner.join(node, evict=True):
+        if not self._fits(path) and self.joiner.join(node, evict=True):
             path = self.path(node)
-        return None if space.fits(path, longest) else space.fitting(path, longest)
+        if self._fits(path):
+            return None
+        while path and not self._fits(path):
+            path = path[:-1]
+        return path
+
+    def _fits(self, path: Path) -> bool:
+        """Whether a row has room for a path, and another server for the row, if it goes there."""
+        manager, transfer = self.manager, self.manager.transfer
+        if not manager.space.fits(path, manager.geometry.max_tokens):
+            return False
+        return transfer is None or not path or transfer.sends(path)
 
     def nodes(self, node: Any) -> list[Any]:
         """The nodes of a path from below the root to ``node``."""

@@ -545,6 +545,12 @@ def finish_with_error(req: Any, message: str) -> None:
     req.to_finish = FINISH_ABORT(message, HTTPStatus.INTERNAL_SERVER_ERROR, "InternalServerError")
 
 
+def reason_of_end(req: Any) -> str:
+    """What the client of a request that ends with an error is told."""
+    reason = req.to_finish or req.finished_reason
+    return str(getattr(reason, "message", "") or "it has ended")
+
+
 def disabled_prefix_cache_needs_tree() -> bool:
     """0.5.22 and later have no chunk cache: a disabled radix cache is a tree object that holds nothing."""
     return installed().tree_when_off

@@ -71,6 +71,8 @@ def bootstrap_address(req: Any) -> str:
 # The handshake: SGLang compares a text of both servers, its name of the dtype of the KV cache
 
 MARK = "diffkv"
+MOST_TOLD = 64 << 10
+"""Characters of such a text, at most: it comes from whoever answers."""
 
 
 def told_of_rows(facts: dict[str, Any]) -> str:
@@ -83,10 +85,23 @@ def speaks_of_rows(text: str) -> bool:
     return _facts(text) is not None
 
 
-def _facts(text: str) -> dict[str, Any] | None:
+def tells_nothing(manager: Any, address: str) -> bool:
+    """Whether the prefill server at an address told no such text, by which SGLang compares nothing. ``manager``:
+    SGLang's, which has met it."""
+    return getattr(manager.prefill_info_table[address], "kv_cache_dtype", None) is None
+
+
+def forget_server(manager: Any, address: str) -> None:
+    """SGLang's ``manager`` has not met the prefill server at an address."""
+    manager.prefill_info_table.pop(address, None)
+
+
+def _facts(text: Any) -> dict[str, Any] | None:
+    if not isinstance(text, str) or len(text) > MOST_TOLD:
+        return None
     try:
         found = json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     return found[MARK] if isinstance(found, dict) and isinstance(found.get(MARK), dict) else None
 
@@ -96,10 +111,23 @@ def how_servers_differ(error: str, ours: str) -> str:
     server's text."""
     theirs = error.partition("kv_cache_dtype=")[2].partition(", but decode server has")[0]
     if not theirs:
-        return error
+        return error[:MOST_SHOWN]
     there, here = _facts(theirs), _facts(ours)
     if there is None or here is None:
         return f"it stores its KV cache otherwise ({theirs[:80]}): start it with --attention-backend diffkv"
     names = sorted(name for name in {*there, *here} if there.get(name) != here.get(name))
-    differ = "; ".join(f"{name} is {there.get(name)} there and {here.get(name)} here" for name in names)
-    return f"{differ}. Start both servers alike"
+    differ = "; ".join(
+        f"{_short(name)} is {_short(there.get(name))} there and {_short(here.get(name))} here" for name in names
+    )
+    return f"{differ[:MOST_SHOWN]}. Start both servers alike"
+
+
+MOST_SHOWN = 4096
+"""Characters of what another server told, in an error."""
+
+
+def _short(value: Any) -> str:
+    try:
+        return str(value)[:200]
+    except RecursionError:
+        return "nested too deep"

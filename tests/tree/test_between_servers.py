@@ -1,0 +1,311 @@
+"""What SGLang's queues of two servers ask of rows on their way: none of it ends a scheduler, and nobody waits for what
+does not come."""
+
+from __future__ import annotations
+
+import json
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from sglang_diffkv.mem_pool.row_object import RowNumbers
+from sglang_diffkv.mem_pool.row_transfer import KeptRow, RowTransfer, most_row_pages
+from sglang_diffkv.mem_pool.segment_object import Origin
+from sglang_diffkv.srt.scheduling import decode_side, prefill_side
+from sglang_diffkv.srt.scheduling.errors import FATAL
+from sglang_diffkv.srt.scheduling.receiving import NEVER, Receiving
+from sglang_diffkv.srt.scheduling.sending import Sending
+from sglang_diffkv.srt.versions import compat, disaggregation
+from tests.helpers import check, until
+from tests.tree.tree_world import World
+
+pytestmark = pytest.mark.skipif(not compat.installed().disaggregation, reason="this SGLang is refused with it")
+
+
+def half(capacity: int = 2000, *, kept_pages: int = 1000, **named: Any) -> World:
+    """A world whose rows go to other servers, or come from them."""
+    world = World(capacity, exact=False, **named)
+    manager = world.manager
+    parts = (manager.device, manager.rows, manager.counts, manager.high, manager.windows)
+    manager.transfer = RowTransfer(*parts, 40, kept_pages)
+    manager.transfer.origin = Origin.of(manager.geometry, torch.bfloat16, "weights", "configuration")
+    world.requests.receiving, world.requests.sending = Receiving(world.requests.ledger), Sending(manager)
+    return world
+
+
+class Request(SimpleNamespace):
+    """Of SGLang, as far as it is asked: two of them are never equal."""
+
+    __hash__ = object.__hash__
+    __eq__ = object.__eq__
+
+
+def request(row: int | None, tokens: int, kept: Any = None) -> Any:
+    """A request of SGLang past its prompt, with a reply of one token."""
+    backup = None if kept is None else SimpleNamespace(cpu_tensors=kept)
+    return Request(
+        rid="one", kv=SimpleNamespace(req_pool_idx=row, retraction_backup=backup), origin_input_ids=[5] * tokens,
+        output_ids=[1], to_finish=None, finished_reason=None,
+    )  # fmt: skip
+
+
+def with_row(world: World, tokens: int) -> int:
+    row = 1
+    world.manager.transfer.restore_nothing(row, tokens)  # type: ignore[union-attr]
+    return row
+
+
+# Room for what comes back
+
+
+def test_a_retracted_request_waits_for_the_kv_slots_of_its_tokens() -> None:
+    """Its pages are few, and it has more tokens than slots are free: SGLang would end the server."""
+    world = half(longest=3000)
+    world.allocator.alloc(world.allocator.kv_slots_free() - 1191)
+    zeros = np.zeros((1, 2), dtype=np.int64)
+    numbers = RowNumbers(zeros, zeros, zeros, zeros[:, 0], np.zeros(20), np.zeros(20))
+    kept = KeptRow(1195, False, 0, numbers, torch.empty(20, 8))
+    queue: Any = SimpleNamespace(token_to_kv_pool_allocator=world.allocator, num_reserved_decode_tokens=64)
+
+    def asked(tokens: int) -> int:
+        found = decode_side.prealloc_required_tokens(
+            lambda self, req: (tokens + 64, 0), queue, request(None, tokens, kept)
+        )
+        return int(found[0])
+
+    assert asked(1195) >= NEVER and asked(1191) == 20 * 8 + 64
+
+
+# Arrival
+
+
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError("none"), AssertionError("odd"), KeyError("odd")])
+def test_a_row_that_cannot_be_made_ends_its_request_alone(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
+    world, ended = half(), []
+    req = request(1, 40)
+    req.finished = lambda: False
+    queue: Any = SimpleNamespace(scheduler=SimpleNamespace(token_to_kv_pool_allocator=world.allocator))
+    monkeypatch.setattr(disaggregation, "prepare_abort", lambda req, message: ended.append(message))
+
+    def fails(req: Any) -> None:
+        raise error
+
+    monkeypatch.setattr(world.requests.receiving, "begin", fails)
+    decode_side.commit_transfer_to_req(lambda self, decode_req: None, queue, SimpleNamespace(req=req))
+    assert ended == [f"DiffKV: the request cannot begin: {error}"]
+
+
+@pytest.mark.skipif(not FATAL, reason="this PyTorch names no error of a device")
+def test_a_device_that_is_of_no_more_use_ends_the_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = half()
+    req = request(1, 40)
+    req.finished = lambda: False
+    queue: Any = SimpleNamespace(scheduler=SimpleNamespace(token_to_kv_pool_allocator=world.allocator))
+
+    def fails(req: Any) -> None:
+        raise FATAL[0]("illegal memory access")
+
+    monkeypatch.setattr(world.requests.receiving, "begin", fails)
+    with pytest.raises(FATAL):
+        decode_side.commit_transfer_to_req(lambda self, decode_req: None, queue, SimpleNamespace(req=req))
+
+
+# Retraction
+
+
+def test_what_has_no_room_in_host_memory_ends_when_it_would_come_back() -> None:
+    world = half(kept_pages=0)
+    row = with_row(world, 40)
+    world.manager.transfer.keep = lambda row, tokens: world.manager.transfer._host_memory(7)  # type: ignore
+    receiving, req = world.requests.receiving, request(row, 40)
+    assert receiving is not None
+    kept = receiving.keep(req)
+    assert isinstance(kept, str) and '"host_gib"' in kept and not receiving.counts["kept"]
+    world.manager.release(row)
+    receiving.bring_back(req, kept)
+    assert "a retracted request cannot go on: host memory" in req.to_finish.message and receiving.counts["lost"] == 1
+    check(world.manager)
+
+
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError("none"), RuntimeError("odd"), AssertionError("odd")])
+def test_no_error_of_a_retracted_request_ends_the_scheduler(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
+    world = half()
+    row = with_row(world, 40)
+    receiving, req = world.requests.receiving, request(row, 40)
+    assert receiving is not None
+
+    def fails(*_: object) -> None:
+        raise error
+
+    kept = receiving.keep(req)
+    assert isinstance(kept, KeptRow)
+    monkeypatch.setattr(world.manager.device, "to_device", fails)
+    assert isinstance(receiving.keep(req), str)
+    world.manager.release(row)
+    receiving.bring_back(req, kept)
+    monkeypatch.undo()
+    assert str(error) in req.to_finish.message and world.manager.rows.length(row) == 40
+    check(world.manager)
+
+
+# The beginning of a prompt
+
+
+def test_a_prompt_of_many_short_parts_has_room_on_the_other_server() -> None:
+    """Its turns came one by one, and each ends within a page. So they are joined, or computed again."""
+    world = half(share_min=4, segments=60, page_tokens=16)
+    tokens = world.tokens(17 * 14 + 3)
+    for end in range(17, len(tokens), 17):
+        world.leave(world.prompt(tokens[:end]))
+    req = world.prompt(tokens)
+    held = world.manager.device.pages_of(compat.allocated_row_of(req))
+    assert held <= most_row_pages(world.manager.geometry, len(tokens))
+    assert world.requests.path(req), "nothing of it was found again"
+    world.leave(req)
+
+
+# The end of a prompt
+
+
+class Manager:
+    """Of SGLang's senders: what the decode server was told."""
+
+    def __init__(self, named: Any = None):
+        self.transfer_infos = {7: named}
+        self.told: list[str] = []
+
+    def conclude_failure(self, *, bootstrap_room: int, failure_reason: str) -> None:
+        assert bootstrap_room == 7
+        self.told.append(failure_reason)
+
+
+def sender_of(manager: Manager, **named: Any) -> Any:
+    return SimpleNamespace(kv_mgr=manager, bootstrap_room=7, **named)
+
+
+def prompt(manager: Manager, row: int, **named: Any) -> Any:
+    req = request(row, 40)
+    req.disagg_kv_sender, req.bootstrap_host, req.bootstrap_room = sender_of(manager, **named), "127.0.0.1", 7
+    return req
+
+
+@pytest.mark.parametrize("place", ["begin", "advance", "send"])
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError("none"), ValueError("odd")])
+def test_a_row_that_cannot_be_sent_ends_its_request(
+    place: str, error: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On both servers. Where one alone knew it, the other one would wait for minutes."""
+    world = half()
+    row, sending = with_row(world, 40), world.requests.sending
+    assert sending is not None
+
+    def fails(*_: object, **__: object) -> None:
+        raise error
+
+    manager = Manager({"x": SimpleNamespace(dst_kv_indices=range(40), is_dummy=False)})
+    req = prompt(manager, row, send=fails)
+    if place == "begin":
+        monkeypatch.setattr(world.manager.device, "table_of", fails)
+    sending.begin(req)
+    if place == "advance":
+        monkeypatch.setattr(world.manager.device, "to_device", fails)
+
+    def ended() -> bool:
+        sending.advance()
+        return bool(manager.told)
+
+    until(ended)
+    monkeypatch.undo()
+    assert len(manager.told) == 1 and "cannot send the prompt of request one" in manager.told[0]
+    assert not sending.exports
+    sending.advance()
+    world.manager.release(row)
+    check(world.manager)
+
+
+def test_nobody_has_set_blocks_aside() -> None:
+    """All that the decode server has named are dummies, or it has just let go of them."""
+    world = half()
+    row, sending, manager = with_row(world, 40), world.requests.sending, Manager()
+    assert sending is not None
+    manager.transfer_infos[7] = {"x": SimpleNamespace(dst_kv_indices=range(40), is_dummy=True)}
+    sending.begin(prompt(manager, row))
+    sending.advance()
+    assert "has set 0 aside" in manager.told[0]
+
+
+def test_a_prompt_that_is_refused_in_its_batch_ends_on_both_servers(monkeypatch: pytest.MonkeyPatch) -> None:
+    world, manager, order = half(), Manager(), []
+    req = prompt(manager, 1)
+    req.to_finish = SimpleNamespace(message="no room")
+    world.requests.refused.append(req)
+    monkeypatch.setattr(prefill_side, "tell_refused", lambda scheduler, requests: requests.refused.clear())
+    scheduler: Any = SimpleNamespace(
+        token_to_kv_pool_allocator=world.allocator, waiting_queue=[],
+        release_aborted_prefill_waiting_req=lambda req: order.append(list(manager.told)),
+    )  # fmt: skip
+    prefill_side.get_next_disagg_prefill_batch_to_run(lambda self: None, scheduler)
+    assert order == [["no room"]]
+
+
+# The handshake
+
+
+def met(original: Any, told: Any, ours: str) -> tuple[bool, dict[str, str], dict[str, Any]]:
+    """What SGLang's manager finds, which servers it refuses and which it knows."""
+    manager: Any = SimpleNamespace(kv_cache_dtype_str=ours, prefill_info_table={})
+
+    def meets(self: Any, address: str) -> bool:
+        self.prefill_info_table[address] = SimpleNamespace(kv_cache_dtype=told)
+        return bool(original(self, address))
+
+    found = decode_side.try_ensure_parallel_info(meets, manager, "there")
+    return found, manager.diffkv_refused, manager.prefill_info_table
+
+
+OURS = disaggregation.told_of_rows({"rows": 1, "page_tokens": 16})
+
+
+def differs(told: str) -> Any:
+    def original(self: Any, address: str) -> bool:
+        raise RuntimeError(
+            f"KV cache dtype mismatch: prefill server has kv_cache_dtype={told}, but decode server has "
+            f"kv_cache_dtype={OURS}. Both servers must use the same --kv-cache-dtype value."
+        )
+
+    return original
+
+
+@pytest.mark.parametrize(
+    "told",
+    [
+        "[" * 30_000, "[" * 10_000_000, "auto", "{}", json.dumps({"diffkv": None}), json.dumps({"diffkv": [1]}),
+        json.dumps({"diffkv": {"rows": "[" * 60_000}}), '{"diffkv":{"rows":' + "[" * 900 + "]" * 900 + "}}",
+        "null", "1",
+    ],
+    ids=["deep", "long", "stock", "empty", "null", "list", "long value", "deep value", "none", "number"],
+)  # fmt: skip
+def test_whatever_a_prefill_server_tells_of_itself_ends_its_own_requests_alone(told: str) -> None:
+    found, refused, known = met(differs(told), told, OURS)
+    assert not found and not known and 0 < len(refused["there"]) < 6000
+
+
+def test_a_prefill_server_that_tells_nothing_is_refused() -> None:
+    """SGLang compares nothing then."""
+    found, refused, known = met(lambda self, address: True, None, OURS)
+    assert not found and not known and "does not tell what it stores" in refused["there"]
+    assert met(lambda self, address: True, OURS, OURS)[:2] == (True, {})
+    with pytest.raises(RuntimeError):  # another backend serves
+        met(differs("other"), "other", "auto")
+
+
+@pytest.mark.parametrize("error", [AssertionError(("Decode cp size",)), ZeroDivisionError(), KeyError("x")])
+def test_ranks_that_cannot_be_mapped_end_requests_and_no_server(error: Exception) -> None:
+    def original(self: Any, address: str) -> bool:
+        raise error
+
+    found, refused, known = met(original, OURS, OURS)
+    assert not found and not known and refused["there"]
