@@ -24,7 +24,7 @@ pytestmark = pytest.mark.server
 LOSSLESS = {"tiers": ["BF16"]}
 COMPRESSED = {"prefix_fidelity": "compressed"}
 EXACT = {"prefix_fidelity": "exact"}
-TIGHT = WHOLE = ("--max-total-tokens", "620", "--schedule-conservativeness", "0.1")
+TIGHT = ("--max-total-tokens", "620", "--schedule-conservativeness", "0.1")
 """Two or three requests fill the pool."""
 CHUNKED, ALONE = ("--chunked-prefill-size", "64"), ("--disable-overlap-schedule",)
 
@@ -76,7 +76,7 @@ def _one_token_passes(server: Server) -> int:
 def test_replies_are_those_of_a_roomy_pool(server_of: Callable[..., Server]) -> None:
     prompts = _questions(6)
     roomy = _load(server_of("diffkv", ("--max-total-tokens", "16384"), config=LOSSLESS, env=STRICT), prompts)
-    server = server_of("diffkv", WHOLE, config=LOSSLESS, env=STRICT)
+    server = server_of("diffkv", TIGHT, config=LOSSLESS, env=STRICT)
     assert _load(server, prompts) == roomy
     found = _check_balanced(server)
     assert found["restored"] and not found["no_host_memory"]

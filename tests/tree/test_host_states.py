@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import invariant, rule
 from sglang.srt.mem_cache.memory_pool import HybridReqToTokenPool, ReqToTokenPool
@@ -227,8 +226,7 @@ for machine in (
     HostStatesMachine, ThroughStatesMachine, SelectiveStatesMachine, StatesRanksMachine, HostDraftsMachine,
     SmallDraftsMachine,
 ):  # fmt: skip
-    usual = machine_settings(40)
-    machine.TestCase.settings = settings(usual, max_examples=usual.max_examples)
+    machine.TestCase.settings = machine_settings(40)
 TestHostStates = HostStatesMachine.TestCase
 TestThroughStates = ThroughStatesMachine.TestCase
 TestSelectiveStates = SelectiveStatesMachine.TestCase

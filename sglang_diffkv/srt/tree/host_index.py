@@ -158,8 +158,10 @@ class HostIndex:
 
     def has_larger(self, space: Hashable, tokens: np.ndarray, segment: Segment) -> bool:
         """Whether a segment at the end of ``tokens`` has settled, and the host has some of it as it was before."""
-        before = [x.saved for x, _ in self._walk(space, tokens) if x.saved is not None and not x.saved.settled]
-        return segment.settled and any(is_within(saved, segment.lo, segment.hi) for saved in before)
+        if not segment.settled:
+            return False
+        before = (x.saved for x, _ in self._walk(space, tokens) if x.saved is not None and not x.saved.settled)
+        return any(is_within(saved, segment.lo, segment.hi) for saved in before)
 
     def touch(self, space: Hashable, tokens: np.ndarray, used: float, *, hit: bool = False) -> None:
         """A prefix was last used at ``used``, a reading of ``time.monotonic``."""

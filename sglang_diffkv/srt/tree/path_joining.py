@@ -117,11 +117,12 @@ class PathJoiner(PathRule):
         """A prompt of ``length`` tokens has come, whose path in the tree ends at ``node``. The turns of it that are
         behind its window are compressed, where nobody reads them and there is room."""
         segments = self.manager.segments
-        if segments.turns is not None and node is not self.tree.root_node and not self.tree.exact.keeps_prompts:
+        if segments.turns is not None and node is not self.tree.root_node:
             path = self.tree.path(node)[-MOST_PARTS:]
             if settling := self._settling(path, node, length) - self._in_vain:
+                counted = {x for x in settling if x.row not in self.manager.counts.uncounted}
                 self._tidy(node, length)
-                self._in_vain = (self._in_vain | settling) & segments.cached
+                self._in_vain = (self._in_vain | counted) & segments.cached
 
     def _settling(self, path: Path, node: Any, length: int) -> set[Segment]:
         """Segments of a ``path`` to ``node`` that settle now: ``length`` tokens of the conversation are known. Requests
