@@ -49,12 +49,18 @@ def keep(state: PageState, row: int) -> None:
 
 def freeze(state: PageState, rows: int | torch.Tensor, tails: torch.Tensor | None = None) -> None:
     """Make the present pages of a row, or of [n] int64 rows, immutable for it: its next token starts a page of its
-    own.
+    own. For one row given as an integer no memory is allocated.
 
     Args:
         tails: [n] int64, tokens at the end of the high tier that stay the row's own, where they begin a page of their
             own (``kernels/compact_prompt``). Heads in which they do not are frozen as a whole.
     """
+    if isinstance(rows, int):
+        assert tails is None, "a row with a tail is given as a tensor"
+        state.own_entry[rows].copy_(state.entries[rows])
+        state.own_tokens[rows].zero_()
+        state.hole[rows].fill_(-1)
+        return
     own_entry, own_tokens = state.entries[rows].clone(), torch.zeros_like(state.own_tokens[rows])
     if tails is not None:
         tokens, held, tail = state.fmt.high.tokens, state.own_tokens[rows][..., 0], tails.int().view(-1, 1, 1)

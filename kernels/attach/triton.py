@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import triton
 import triton.language as tl
 
 from sglang_diffkv.kernels.attach.reference import freeze, keep
+from sglang_diffkv.kernels.launch import Launch
 from sglang_diffkv.kernels.triton_table import (
-    layout_constants,
+    I_POSITIONS,
+    I_TOKENS,
+    layout_numbers,
     load_bound,
     load_positions,
     padded,
@@ -32,16 +37,15 @@ def holds(page, lo, hi, live, pages, POSITIONS: tl.constexpr, TOKENS: tl.constex
     return tl.max(seen.to(tl.int32), 1) > 0
 
 
-@triton.jit(do_not_specialize=["target", "source", "lo", "hi"])
-def attach_kernel(
-    target, source, lo, hi, pages, page_table, range_lo, range_hi, row_blocks, entries, kept_entry, own_entry,
-    own_tokens, refcount, num_pages,
+@triton.jit
+def attach_tier(
+    target, source, lo, hi, layer, head, pages, page_table, range_lo, range_hi, row_blocks, entries, kept_entry,
+    own_entry, own_tokens, refcount, num_pages,
     TIER: tl.constexpr, TIERS: tl.constexpr, KEPT_ONLY: tl.constexpr, TOKENS: tl.constexpr,
     POSITIONS: tl.constexpr, PAGE_BYTES: tl.constexpr, MAX_BLOCKS: tl.constexpr, L: tl.constexpr, H: tl.constexpr,
     E: tl.constexpr,
 ):  # fmt: skip
-    """Grid (L * H): one (layer, head) of one tier, entries in order."""
-    layer, head = tl.program_id(0) // H, tl.program_id(0) % H
+    """One tier of one (layer, head), entries in order."""
     source_at = ((source.to(tl.int64) * L + layer) * H + head) * TIERS + TIER
     target_at = ((target.to(tl.int64) * L + layer) * H + head) * TIERS + TIER
     count = tl.load(entries + source_at)
@@ -72,19 +76,50 @@ def attach_kernel(
     tl.store(own_tokens + target_at, 0)
 
 
+@triton.jit(do_not_specialize=["target", "source", "lo", "hi"])
+def attach_kernel(
+    target, source, lo, hi, pages, page_table, range_lo, range_hi, row_blocks, entries, kept_entry, own_entry,
+    own_tokens, refcount, num_pages,
+    KEPT_ONLY: tl.constexpr, LAYOUTS: tl.constexpr, TIERS: tl.constexpr, PAGE_BYTES: tl.constexpr,
+    MAX_BLOCKS: tl.constexpr, L: tl.constexpr, H: tl.constexpr, E: tl.constexpr,
+):  # fmt: skip
+    """Grid (L * H, TIERS)."""
+    layer, head = tl.program_id(0) // H, tl.program_id(0) % H
+    for tier in tl.static_range(TIERS):
+        if tl.program_id(1) == tier:
+            attach_tier(
+                target, source, lo, hi, layer, head, pages, page_table, range_lo, range_hi, row_blocks, entries,
+                kept_entry, own_entry, own_tokens, refcount, num_pages, tier, TIERS, KEPT_ONLY, LAYOUTS[tier][I_TOKENS],
+                LAYOUTS[tier][I_POSITIONS], PAGE_BYTES, MAX_BLOCKS, L, H, E,
+            )  # fmt: skip
+
+
 def attach(state: PageState, target: int, source: int, lo: int, hi: int, *, kept_only: bool = False) -> None:
     """Append to ``target``'s page table the pages of ``source`` that hold a token with position in [lo, hi).
 
     See ``reference.attach``; ``target`` must differ from ``source``.
     """
-    assert target != source
-    for tier, layout in enumerate(state.fmt.layouts):
-        constants = layout_constants(layout)
-        attach_kernel[(state.num_layers * state.num_heads,)](
-            target, source, lo, hi, state.pages, state.page_table, state.range_lo, state.range_hi,
-            state.row_blocks, state.entries, state.kept_entry, state.own_entry, state.own_tokens, state.refcount,
-            state.num_pages,
-            TIER=tier, TIERS=len(state.fmt.tiers), KEPT_ONLY=kept_only, TOKENS=constants["TOKENS"],
-            POSITIONS=constants["POSITIONS"], PAGE_BYTES=state.fmt.page_bytes,
-            MAX_BLOCKS=state.row_blocks.shape[1], L=state.num_layers, H=state.num_heads, E=ENTRIES, num_warps=1,
-        )  # fmt: skip
+    prepare_attach(state, kept_only=kept_only)(target, source, lo, hi)
+
+
+def prepare_attach(state: PageState, *, kept_only: bool) -> Callable[[int, int, int, int], None]:
+    """``attach`` to rows of a state: target, source, lo, hi."""
+    launch = Launch(
+        attach_kernel,
+        (state.num_layers * state.num_heads, len(state.fmt.tiers)),
+        (
+            None, None, None, None, state.pages, state.page_table, state.range_lo, state.range_hi, state.row_blocks,
+            state.entries, state.kept_entry, state.own_entry, state.own_tokens, state.refcount, state.num_pages,
+        ),
+        dict(
+            KEPT_ONLY=kept_only, LAYOUTS=layout_numbers(state.fmt), TIERS=len(state.fmt.tiers),
+            PAGE_BYTES=state.fmt.page_bytes, MAX_BLOCKS=state.row_blocks.shape[1], L=state.num_layers,
+            H=state.num_heads, E=ENTRIES, num_warps=1,
+        ),
+    )  # fmt: skip
+
+    def attach_again(target: int, source: int, lo: int, hi: int) -> None:
+        assert target != source
+        launch(target=target, source=source, lo=lo, hi=hi)
+
+    return attach_again

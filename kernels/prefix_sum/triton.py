@@ -6,6 +6,8 @@ import torch
 import triton
 import triton.language as tl
 
+from sglang_diffkv.kernels.launch import Launch
+
 SUMMANDS = 1024
 """Numbers of an iteration. Heads are counted by the program, so a step has few more."""
 TAKEN, PUT = tl.constexpr(0), tl.constexpr(1)
@@ -36,16 +38,17 @@ def prefix_sum_kernel(demand, out, counters, count, COUNTER: tl.constexpr, N: tl
         tl.store(counters + PUT, end)
 
 
-def _launch(demand: torch.Tensor, out: torch.Tensor, counters: torch.Tensor, counter: tl.constexpr) -> None:
+def _prepare(demand: torch.Tensor, out: torch.Tensor, counters: torch.Tensor, counter: tl.constexpr) -> Launch:
     assert demand.ndim == 1 and demand.dtype == torch.int32 and demand.is_contiguous()
     assert out.ndim == 1 and out.dtype == torch.int64 and out.is_contiguous() and out.shape[0] > demand.shape[0]
     assert counters.dtype == torch.int64 and demand.device == out.device == counters.device
-    prefix_sum_kernel[(1,)](demand, out, counters, demand.shape[0], COUNTER=counter, N=SUMMANDS, num_warps=4)
+    args = (demand, out, counters, demand.shape[0])
+    return Launch(prefix_sum_kernel, (1,), args, dict(COUNTER=counter, N=SUMMANDS, num_warps=4))
 
 
 def exclusive_prefix_sum(demand: torch.Tensor, out: torch.Tensor) -> None:
     """``reference.exclusive_prefix_sum`` of [N] int32 demands. ``out``: [N + 1] int64 or more, offsets and total."""
-    _launch(demand, out, out, NEITHER)
+    _prepare(demand, out, out, NEITHER)()
 
 
 def take_spans(counters: torch.Tensor, demand: torch.Tensor, out: torch.Tensor) -> None:
@@ -56,7 +59,7 @@ def take_spans(counters: torch.Tensor, demand: torch.Tensor, out: torch.Tensor) 
         demand: [N] int32. out: [at least N + 1] int64, the first place of each span, counted like ``counters[0]``; a
             place at ``counters[1]`` or past it holds no page.
     """
-    _launch(demand, out, counters, TAKEN)
+    _prepare(demand, out, counters, TAKEN)()
 
 
 def return_spans(counters: torch.Tensor, demand: torch.Tensor, out: torch.Tensor) -> None:
@@ -64,4 +67,9 @@ def return_spans(counters: torch.Tensor, demand: torch.Tensor, out: torch.Tensor
 
     As ``take_spans``; places are counted like ``counters[1]``.
     """
-    _launch(demand, out, counters, PUT)
+    prepare_return_spans(counters, demand, out)()
+
+
+def prepare_return_spans(counters: torch.Tensor, demand: torch.Tensor, out: torch.Tensor) -> Launch:
+    """``return_spans`` of what these tensors hold by then."""
+    return _prepare(demand, out, counters, PUT)

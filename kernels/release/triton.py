@@ -5,11 +5,14 @@ Three launches: drop references and count what falls free, prefix sum, put pages
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import triton
 import triton.language as tl
 
 from sglang_diffkv.kernels.attach.triton import ENTRIES, holds
-from sglang_diffkv.kernels.prefix_sum.triton import return_spans
+from sglang_diffkv.kernels.launch import Launch
+from sglang_diffkv.kernels.prefix_sum.triton import prepare_return_spans
 from sglang_diffkv.kernels.triton_ring import Spans, drop_references, place_pages
 from sglang_diffkv.kernels.triton_table import (
     I_POSITIONS,
@@ -130,31 +133,48 @@ def release_kernel(
         tl.store(fault + row, 0)
 
 
-def _launch(state: PageState, row: int, end: int, spans: Spans, everything: bool) -> None:
+def prepare_release(state: PageState, spans: Spans, *, everything: bool) -> Callable[[int, int], None]:
+    """``release`` of rows of a state, if ``everything``, else ``trim``: row, end."""
     tiers, heads = len(state.fmt.tiers), state.num_layers * state.num_heads
     shape = {
         "ALL": everything, "TIERS": tiers, "MAX_BLOCKS": state.row_blocks.shape[1], "L": state.num_layers,
         "H": state.num_heads, "E": ENTRIES, "num_warps": 1,
     }  # fmt: skip
     freed = spans.totals[: tiers * heads]
-    drop_kernel[(heads,)](
-        row, end, state.pages, state.page_table, state.range_lo, state.range_hi, state.row_blocks, state.entries,
-        state.refcount, freed,
-        LAYOUTS=layout_numbers(state.fmt), PAGE_BYTES=state.fmt.page_bytes, **shape,
+    drop = Launch(
+        drop_kernel,
+        (heads,),
+        (
+            None, None, state.pages, state.page_table, state.range_lo, state.range_hi, state.row_blocks, state.entries,
+            state.refcount, freed,
+        ),
+        {"LAYOUTS": layout_numbers(state.fmt), "PAGE_BYTES": state.fmt.page_bytes, **shape},
     )  # fmt: skip
-    return_spans(state.counters, freed, spans.places)
-    release_kernel[(heads,)](
-        row, spans.places, state.page_table, state.range_lo, state.range_hi, state.row_blocks, state.entries,
-        state.kept_entry, state.own_entry, state.own_tokens, state.hole, state.fault, state.ring, state.refcount,
-        state.num_pages, **shape,
+    give_back = Launch(
+        release_kernel,
+        (heads,),
+        (
+            None, spans.places, state.page_table, state.range_lo, state.range_hi, state.row_blocks, state.entries,
+            state.kept_entry, state.own_entry, state.own_tokens, state.hole, state.fault, state.ring, state.refcount,
+            state.num_pages,
+        ),
+        shape,
     )  # fmt: skip
+    count = prepare_return_spans(state.counters, freed, spans.places)
+
+    def release_again(row: int, end: int) -> None:
+        drop(row=row, end=end)
+        count()
+        give_back(row=row)
+
+    return release_again
 
 
 def release(state: PageState, row: int, spans: Spans) -> None:
     """Drop every reference the row holds and empty it."""
-    _launch(state, row, 0, spans, True)
+    prepare_release(state, spans, everything=True)(row, 0)
 
 
 def trim(state: PageState, row: int, end: int, spans: Spans) -> None:
     """Forget the row's tokens at positions >= ``end``; for rows that own no writable page (tree segments)."""
-    _launch(state, row, end, spans, False)
+    prepare_release(state, spans, everything=False)(row, end)

@@ -11,7 +11,7 @@ import torch
 
 from sglang_diffkv.kernels.copy_compact.reference import Part
 from sglang_diffkv.kernels.table import row_table
-from sglang_diffkv.layout.geometry import Geometry, Segment
+from sglang_diffkv.layout.geometry import Geometry, Path
 from sglang_diffkv.layout.state import PageState
 from sglang_diffkv.layout.transfer import to_device
 from sglang_diffkv.mem_pool.table_space import TableSpace
@@ -45,7 +45,7 @@ class PageDevice:
 
     def __init__(self, geometry: Geometry, state: PageState, ops: Ops):
         self.geometry, self.fmt, self.state, self.ops = geometry, geometry.fmt, state, ops
-        self.space = TableSpace(state)
+        self.space = TableSpace(state, ops.set_blocks)
         self.stream: torch.cuda.Stream | None = None
         self._beside: torch.cuda.Stream | None = None
 
@@ -58,13 +58,16 @@ class PageDevice:
         return self.stream is not None and not self.stream.query()
 
     @contextmanager
-    def launching(self) -> Iterator[None]:
+    def launching(self, *, allocates: bool = True) -> Iterator[None]:
         """Kernels launched inside run in order with the forward passes and see the host's table blocks.
 
         What they need may come from memory that a forward pass has left and that the scheduler's stream still reads
         (the accepted drafts of a batch that it sorts anew). SGLang itself lets no forward pass begin before that.
+
+        Args:
+            allocates: whether they need memory beside the state's. If not, they wait for no other stream.
         """
-        if self.stream is not None and (current := torch.cuda.current_stream()) != self.stream:
+        if allocates and self.stream is not None and (current := torch.cuda.current_stream()) != self.stream:
             self.stream.wait_stream(current)
         with torch.cuda.stream(self.stream):
             self.space.flush()
@@ -100,15 +103,17 @@ class PageDevice:
                 torch.cuda.current_stream().wait_event(beside.end)
         return beside.result
 
-    def attach(self, row: int, segment: Segment, lo: int, hi: int) -> None:
-        """Append references to a segment's pages to a row's table. Raises TableFull, changing nothing."""
-        self.space.extend(row, self.space.path_entries([(segment, lo, hi)]))
-        with self.launching():
-            self.ops.attach(row, segment.row, lo, hi)
+    def attach(self, row: int, path: Path) -> None:
+        """Append references to segments' pages to a row's table. Raises TableFull, changing nothing."""
+        if path:
+            self.space.extend(row, self.space.path_entries(path))
+            with self.launching(allocates=False):
+                for segment, lo, hi in path:
+                    self.ops.attach(row, segment.row, lo, hi)
 
     def share(self, target: int, source: int, lo: int, hi: int, *, kept_only: bool = False) -> None:
         """References to the pages of a row for another one, which has room for them: ``kernels/attach``."""
-        with self.launching():
+        with self.launching(allocates=False):
             self.ops.attach(target, source, lo, hi, kept_only=kept_only)
 
     def transfer_pages(self, layers: PageState, row: int, target: int) -> None:
@@ -132,23 +137,24 @@ class PageDevice:
     def freeze(self, rows: Mapping[int, int]) -> None:
         """The next token of each row starts a page of its own: after its tail, so many of its last tokens, which are in
         pages of their own and stay writable (``kernels/attach``)."""
-        with self.launching():
+        alone = len(rows) == 1 and not any(rows.values())
+        with self.launching(allocates=not alone):
             if any(rows.values()):
                 at, tails = self.to_device([[*rows], [*rows.values()]])
                 self.ops.freeze(at, tails)
             else:
-                self.ops.freeze(next(iter(rows)) if len(rows) == 1 else self.to_device([*rows]))
+                self.ops.freeze(next(iter(rows)) if alone else self.to_device([*rows]))
         for row in rows:
             self.space.freeze(row)
 
     def keep(self, row: int) -> None:
         """A segment holds all of a row's entries before those that it may write."""
-        with self.launching():
+        with self.launching(allocates=False):
             self.ops.keep(row)
 
     def release(self, row: int, *, keep_fault: bool = False) -> None:
         """Drop all pages and blocks of a row."""
-        with self.launching():
+        with self.launching(allocates=keep_fault):
             fault = self.state.fault[row].clone() if keep_fault else None
             self.ops.release(row)
             if fault is not None:
@@ -157,7 +163,7 @@ class PageDevice:
 
     def trim(self, row: int, end: int) -> None:
         """Return the pages of a segment's row that hold nothing before position ``end``."""
-        with self.launching():
+        with self.launching(allocates=False):
             self.ops.trim(row, end)
 
     def measure(self, parts: Sequence[tuple[int, int, int]]) -> torch.Tensor:

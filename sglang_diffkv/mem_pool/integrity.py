@@ -19,7 +19,7 @@ SLOTS_AT_ONCE = 1 << 18
 def check_integrity(manager: PageManager) -> None:
     """Raise AssertionError naming the first violated invariant of ring, tables, counts and blocks."""
     with manager.launching():
-        pass
+        manager.space.flush(freed=True)
     if manager.state.pages.is_cuda:
         torch.cuda.synchronize()
     references = _check_rows(manager)

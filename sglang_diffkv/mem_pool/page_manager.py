@@ -40,7 +40,7 @@ from sglang_diffkv.mem_pool.saved_segments import GUESTS, SavedSegments
 from sglang_diffkv.mem_pool.saved_slots import SlotStore
 from sglang_diffkv.mem_pool.segments import SegmentStore
 from sglang_diffkv.mem_pool.steps import LaunchedStep, PlannedStep
-from sglang_diffkv.mem_pool.table_space import TableFull, TableSpace
+from sglang_diffkv.mem_pool.table_space import TableSpace
 from sglang_diffkv.ops import Ops, ReferenceOps
 from sglang_diffkv.ops.base import usual_scaling
 from sglang_diffkv.policies.base import Policy, has_scores
@@ -320,16 +320,15 @@ class PageManager:
         """
         if self.rows.length(row):
             raise ValueError(f"row {row} is not empty")
-        try:
-            for segment, lo, hi in parts:
-                if self.rows.length(row) != lo or not segment.lo <= lo < hi <= segment.hi:
-                    raise ValueError(f"[{lo}, {hi}) of a segment [{segment.lo}, {segment.hi}) does not continue")
-                self.device.attach(row, segment, lo, hi)
-                self.rows.attach(row, hi, as_computed=all(part.as_computed for part, _, _ in parts))
-                self.counts.touch(row)
-        except (TableFull, ValueError):
-            self.release(row)
-            raise
+        end = 0
+        for segment, lo, hi in parts:
+            if lo != end or not segment.lo <= lo < hi <= segment.hi:
+                raise ValueError(f"[{lo}, {hi}) of a segment [{segment.lo}, {segment.hi}) does not continue")
+            end = hi
+        self.device.attach(row, parts)
+        if parts:
+            self.rows.attach(row, end, as_computed=all(part.as_computed for part, _, _ in parts))
+            self.counts.touch(row)
 
     def release(self, row: int) -> None:
         """Drop all that a request's row refers to."""

@@ -282,8 +282,7 @@ class Prompts:
         """Let a row go of all but ``kept``, with table blocks for the copies of the rest of its ``length`` tokens, or
         of ``room`` of them."""
         self.device.release(row, keep_fault=True)
-        for part in kept:
-            self.device.attach(row, *part)
+        self.device.attach(row, kept)
         start = path_end(kept)
         space = self.device.space
         space.extend(row, space.dense_entries(length - start if room is None else room))

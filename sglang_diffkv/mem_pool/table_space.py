@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 
 import numpy as np
 
+from sglang_diffkv.kernels.set_blocks import reference
 from sglang_diffkv.layout.geometry import Path, Segment, path_end
 from sglang_diffkv.layout.state import TABLE_BLOCK, PageState
-from sglang_diffkv.layout.transfer import to_device
 
 PART_FILLED = 2
 """Entries of a tier that a row may have beyond those its tokens fill: a page ends where a prompt was frozen."""
@@ -37,10 +38,14 @@ class TableSpace:
     Entry counts live on the device; the host works with upper bounds of them: a row whose own region
     took ``n`` tokens has at most ``ceil(n / tokens of a page)`` own entries in each tier. Changes of the device's
     row blocks are gathered and written by ``flush``, which has to precede every kernel that reads tables.
+
+    Args:
+        write: ``kernels/set_blocks`` of the state's row blocks; None for the reference.
     """
 
-    def __init__(self, state: PageState):
+    def __init__(self, state: PageState, write: Callable[[Sequence[int], Sequence[int]], None] | None = None):
         self.state = state
+        self._write = write or partial(reference.set_blocks, state.row_blocks)
         rows, self.max_blocks = state.row_blocks.shape
         self.free_blocks = list(range(state.page_table.shape[0] - 1, 0, -1))
         self.tokens = tuple(layout.tokens for layout in state.fmt.layouts)
@@ -52,6 +57,7 @@ class TableSpace:
         self.held = np.zeros((rows, len(self.tokens)), dtype=np.int64)  # how many these are
         self._of_page = np.array(self.tokens, dtype=np.int64)
         self._writes: dict[int, int] = {}  # flat index into the row blocks -> block
+        self._grown = False  # whether any of these is a block that a row has taken
 
     @property
     def num_blocks(self) -> int:
@@ -223,14 +229,16 @@ class TableSpace:
         column = (number, self.max_blocks - 1 - number, middle - 1 - number, middle + number)[tier]
         return row * self.max_blocks + column
 
-    def flush(self) -> None:
-        """Bring the device's row blocks up to date, on the current stream, without waiting."""
-        if not self._writes:
-            return
-        table = self.state.row_blocks
-        changes = to_device([[*self._writes], [*self._writes.values()]], table.device)
-        table.view(-1)[changes[0]] = changes[1].int()
-        self._writes.clear()
+    def flush(self, *, freed: bool = False) -> None:
+        """Bring the blocks that rows hold up to date on the device, on the current stream, without waiting.
+
+        Blocks that rows have let go are behind their entries, where no kernel reads. They are taken off with the next
+        blocks that rows take, or now if ``freed``.
+        """
+        if self._grown or (freed and self._writes):
+            self._write([*self._writes], [*self._writes.values()])
+            self._writes.clear()
+            self._grown = False
 
     def _grow(self, row: int, entries: Entries) -> None:
         needed = self._needed(row, entries)
@@ -243,4 +251,5 @@ class TableSpace:
                 block = self.free_blocks.pop()
                 self._writes[self._place(row, tier, len(blocks))] = block
                 blocks.append(block)
+                self._grown = True
             self.held[row, tier] += more

@@ -12,6 +12,7 @@ import torch
 
 from sglang_diffkv.kernels.parts import Part
 from sglang_diffkv.kernels.rotate.reference import NO_ROTATION, Rotation
+from sglang_diffkv.kernels.set_blocks.reference import set_blocks
 from sglang_diffkv.layout.query_cache import QueryCache
 from sglang_diffkv.layout.state import PageState
 from sglang_diffkv.layout.transfer import to_device
@@ -343,6 +344,10 @@ class Ops(ABC):
         """Copy-on-compress of all that a row held, as it was scored."""
 
     # Rows
+
+    def set_blocks(self, at: Sequence[int], blocks: Sequence[int]) -> None:
+        """Table blocks of rows, at flat places of ``PageState.row_blocks``."""
+        set_blocks(self.state.row_blocks, at, blocks)
 
     def attach(self, target: int, source: int, lo: int, hi: int, *, kept_only: bool = False) -> None:
         self.of_rows.attach(self.state, target, source, lo, hi, kept_only=kept_only)

@@ -10,7 +10,7 @@ import torch
 
 from sglang_diffkv.kernels.allocate.triton import reserve
 from sglang_diffkv.kernels.append.triton import PreparedAppend, prepare_append
-from sglang_diffkv.kernels.attach.triton import attach, freeze, keep
+from sglang_diffkv.kernels.attach.triton import attach, freeze, keep, prepare_attach
 from sglang_diffkv.kernels.compact_prompt.triton import PROMPTS, PromptWorkspace, compact_prompts
 from sglang_diffkv.kernels.compact_step.triton import compact_step
 from sglang_diffkv.kernels.copy_compact.triton import copy_compact
@@ -35,10 +35,11 @@ from sglang_diffkv.kernels.put_scores.triton import put_scores
 from sglang_diffkv.kernels.query_cache.triton import store_queries
 from sglang_diffkv.kernels.random_scores.triton import random_scores
 from sglang_diffkv.kernels.redundancy.triton import redundancy
-from sglang_diffkv.kernels.release.triton import release, trim
+from sglang_diffkv.kernels.release.triton import prepare_release
 from sglang_diffkv.kernels.rotate.reference import NO_ROTATION, Rotation
 from sglang_diffkv.kernels.rotate.triton import rotate
 from sglang_diffkv.kernels.select.triton import count_above, select_count, select_least, select_mass
+from sglang_diffkv.kernels.set_blocks.triton import prepare_set_blocks
 from sglang_diffkv.kernels.slide.triton import slide
 from sglang_diffkv.kernels.step_scores.triton import step_scores
 from sglang_diffkv.kernels.sum_scores.triton import sum_scores
@@ -101,6 +102,12 @@ class TritonOps(Ops):
         self._heads_hold_all = read_back.heads_hold_all(policy, len(state.fmt.tiers))
         self.prompt = PromptWorkspace.create(state)
         self.decisions = Decisions.of(WHOLE_HEADS, state, policy, max_tokens)
+        self._set_blocks = prepare_set_blocks(state.row_blocks)
+        self._attach = {kept_only: prepare_attach(state, kept_only=kept_only) for kept_only in (False, True)}
+        spans = self.prompt.spans
+        self._release = {
+            everything: prepare_release(state, spans, everything=everything) for everything in (False, True)
+        }
         self.buffers: list[DecodeBuffers] = []  # by growing size; a graph may hold any of them
 
     def prepare_graphs(self, max_batch: int) -> None:
@@ -394,11 +401,17 @@ class TritonOps(Ops):
     ) -> None:
         self._copy(layers, target, parts, seq_len, scoring.cuts, scoring.scores)
 
+    def set_blocks(self, at: Sequence[int], blocks: Sequence[int]) -> None:
+        self._set_blocks(at, blocks)
+
+    def attach(self, target: int, source: int, lo: int, hi: int, *, kept_only: bool = False) -> None:
+        self._attach[kept_only](target, source, lo, hi)
+
     def release(self, row: int) -> None:
-        release(self.state, row, self.prompt.spans)
+        self._release[True](row, 0)
 
     def trim(self, row: int, end: int) -> None:
-        trim(self.state, row, end, self.prompt.spans)
+        self._release[False](row, end)
 
     def count_owners(self, rows: torch.Tensor) -> torch.Tensor:
         if not self.buffers:
