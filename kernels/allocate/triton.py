@@ -8,6 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
+from sglang_diffkv.kernels.launch import Launch
 from sglang_diffkv.kernels.prefix_sum.triton import take_spans
 from sglang_diffkv.kernels.triton_ring import EMPTY, HEADS, NO_LIMIT, Spans, record_demand
 from sglang_diffkv.kernels.triton_table import (
@@ -79,15 +80,30 @@ def grant_pages(
         rows: [B] int32 or int64, or one row. heads: of all of them.
         demand: [at least heads] int32. places: [at least a number each ``HEADS`` heads] int64, of ``take_spans``.
     """
+    prepare_grant(state, rows, tier, heads, demand, places)(rows=rows)
+
+
+def prepare_grant(
+    state: PageState, rows: torch.Tensor | int | None, tier: int, heads: int, demand: torch.Tensor, places: torch.Tensor
+) -> Launch:
+    """``grant_pages`` of what these tensors hold by then, to ``rows`` of each call; ``rows`` here: of the form of
+    these, or None for one row."""
     assert demand.dtype == torch.int32 and demand.is_contiguous() and demand.shape[0] >= heads
     assert places.dtype == torch.int64 and places.is_contiguous() and places.shape[0] * HEADS >= heads
     layout = layout_constants(state.fmt.layouts[tier])
-    grant_kernel[(triton.cdiv(heads, HEADS),)](
-        rows, heads, demand, places, state.entries, state.pages, state.ring, state.counters, state.refcount,
-        state.row_blocks, state.page_table, state.range_lo, state.range_hi, state.fault, state.num_pages,
-        ONE_ROW=isinstance(rows, int), TIER=tier, TIERS=len(state.fmt.tiers), TOKENS=layout["TOKENS"],
-        POSITIONS=layout["POSITIONS"], PAGE_BYTES=state.fmt.page_bytes, MAX_BLOCKS=state.row_blocks.shape[1],
-        L=state.row_layers, H=state.num_heads, R=HEADS, num_warps=4,
+    return Launch(
+        grant_kernel,
+        (triton.cdiv(heads, HEADS),),
+        (
+            None, heads, demand, places, state.entries, state.pages, state.ring, state.counters, state.refcount,
+            state.row_blocks, state.page_table, state.range_lo, state.range_hi, state.fault, state.num_pages,
+        ),
+        {
+            "ONE_ROW": not isinstance(rows, torch.Tensor), "TIER": tier, "TIERS": len(state.fmt.tiers),
+            "TOKENS": layout["TOKENS"], "POSITIONS": layout["POSITIONS"], "PAGE_BYTES": state.fmt.page_bytes,
+            "MAX_BLOCKS": state.row_blocks.shape[1], "L": state.row_layers, "H": state.num_heads, "R": HEADS,
+            "num_warps": 4,
+        },
     )  # fmt: skip
 
 

@@ -111,11 +111,11 @@ def prepare_attach(state: PageState, *, kept_only: bool) -> Callable[[int, int, 
             None, None, None, None, state.pages, state.page_table, state.range_lo, state.range_hi, state.row_blocks,
             state.entries, state.kept_entry, state.own_entry, state.own_tokens, state.refcount, state.num_pages,
         ),
-        dict(
-            KEPT_ONLY=kept_only, LAYOUTS=layout_numbers(state.fmt), TIERS=len(state.fmt.tiers),
-            PAGE_BYTES=state.fmt.page_bytes, MAX_BLOCKS=state.row_blocks.shape[1], L=state.num_layers,
-            H=state.num_heads, E=ENTRIES, num_warps=1,
-        ),
+        {
+            "KEPT_ONLY": kept_only, "LAYOUTS": layout_numbers(state.fmt), "TIERS": len(state.fmt.tiers),
+            "PAGE_BYTES": state.fmt.page_bytes, "MAX_BLOCKS": state.row_blocks.shape[1], "L": state.num_layers,
+            "H": state.num_heads, "E": ENTRIES, "num_warps": 1,
+        },
     )  # fmt: skip
 
     def attach_again(target: int, source: int, lo: int, hi: int) -> None:

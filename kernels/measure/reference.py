@@ -32,3 +32,18 @@ def measure(state: PageState, rows: torch.Tensor, lo: torch.Tensor, hi: torch.Te
         out[..., tier] = held.sum((3, 4))
         out[..., tiers] += held.any(4).sum(3, dtype=torch.int32)
     return out
+
+
+def tally(state: PageState, row: int, hi: int, out: torch.Tensor, number: int) -> None:
+    """Add up what a row holds below position ``hi``, over layers and heads.
+
+    Args:
+        out: [n, T + 2] int64. ``out[number]`` is zero; it gets the tokens of each tier, the pages that hold one, and
+            the tokens of layers with a sliding window.
+    """
+    rows, ends = torch.tensor([[row], [hi]], device=state.device)
+    counts = measure(state, rows, torch.zeros_like(rows), ends)[0]  # [L, H, T + 1]
+    out[number, :-1] += counts.sum((0, 1))
+    sliding = [layer for layer in range(state.num_layers) if state.attention_span(layer)]
+    if sliding:
+        out[number, -1] += counts[sliding, :, :-1].sum()

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import triton
 import triton.language as tl
 
+from sglang_diffkv.kernels.launch import Launch
 from sglang_diffkv.kernels.triton_ring import NO_LIMIT
 from sglang_diffkv.kernels.triton_table import (
     I_POSITIONS,
@@ -81,6 +84,60 @@ def measure_kernel(
         tl.store(target + tier, tokens)
         held_pages += of_tier
     tl.store(target + TIERS, held_pages)
+
+
+@triton.jit(do_not_specialize=["row", "hi", "number"])
+def tally_kernel(
+    row, hi, number, pages, page_table, range_lo, range_hi, row_blocks, entries, slides, out,
+    LAYOUTS: tl.constexpr, TIERS: tl.constexpr, PAGE_BYTES: tl.constexpr, MAX_BLOCKS: tl.constexpr,
+    L: tl.constexpr, H: tl.constexpr, E: tl.constexpr, SLIDES: tl.constexpr,
+):  # fmt: skip
+    """Grid (L * H): one (layer, head), all tiers. slides [L] int32: whether a layer has a window."""
+    place = tl.program_id(0)
+    layer, head = place // H, place % H
+    wide = row.to(tl.int64)
+    at = entries + (wide * (L * H) + place) * TIERS
+    target = out + number.to(tl.int64) * (TIERS + 2)
+    all_pages = 0
+    all_tokens = 0
+    for tier in tl.static_range(TIERS):
+        tokens, of_tier = count_held(
+            wide, layer, head, tl.load(at + tier), 0, hi, pages, page_table, range_lo, range_hi, row_blocks,
+            tier, LAYOUTS[tier][I_TOKENS], LAYOUTS[tier][I_POSITIONS], PAGE_BYTES, MAX_BLOCKS, L, H, E,
+        )  # fmt: skip
+        tl.atomic_add(target + tier, tokens.to(tl.int64))
+        all_pages += of_tier
+        all_tokens += tokens
+    tl.atomic_add(target + TIERS, all_pages.to(tl.int64))
+    if SLIDES:
+        of_window = tl.where(tl.load(slides + layer) > 0, all_tokens, 0)
+        tl.atomic_add(target + TIERS + 1, of_window.to(tl.int64))
+
+
+def prepare_tally(state: PageState) -> Callable[[int, int, torch.Tensor, int], None]:
+    """``reference.tally`` of rows of a state: row, hi, out, number. Nothing is allocated."""
+    check_table(state)
+    tiers = len(state.fmt.tiers)
+    spans = [int(state.attention_span(layer) > 0) for layer in range(state.num_layers)]
+    launch = Launch(
+        tally_kernel,
+        (state.num_layers * state.num_heads,),
+        (
+            None, None, None, state.pages, state.page_table, state.range_lo, state.range_hi, state.row_blocks,
+            state.entries, torch.tensor(spans, dtype=torch.int32, device=state.device), None,
+        ),
+        {
+            "LAYOUTS": layout_numbers(state.fmt), "TIERS": tiers, "PAGE_BYTES": state.fmt.page_bytes,
+            "MAX_BLOCKS": state.row_blocks.shape[1], "L": state.num_layers, "H": state.num_heads, "E": ENTRIES,
+            "SLIDES": state.slides, "num_warps": 1,
+        },
+    )  # fmt: skip
+
+    def tally(row: int, hi: int, out: torch.Tensor, number: int) -> None:
+        assert out.dtype == torch.int64 and out.shape[1] == tiers + 2 and out.is_contiguous() and number < len(out)
+        launch(row=row, hi=hi, number=number, out=out)
+
+    return tally
 
 
 def measure(state: PageState, rows: torch.Tensor, lo: torch.Tensor, hi: torch.Tensor) -> torch.Tensor:

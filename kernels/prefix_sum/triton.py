@@ -43,7 +43,7 @@ def _prepare(demand: torch.Tensor, out: torch.Tensor, counters: torch.Tensor, co
     assert out.ndim == 1 and out.dtype == torch.int64 and out.is_contiguous() and out.shape[0] > demand.shape[0]
     assert counters.dtype == torch.int64 and demand.device == out.device == counters.device
     args = (demand, out, counters, demand.shape[0])
-    return Launch(prefix_sum_kernel, (1,), args, dict(COUNTER=counter, N=SUMMANDS, num_warps=4))
+    return Launch(prefix_sum_kernel, (1,), args, {"COUNTER": counter, "N": SUMMANDS, "num_warps": 4})
 
 
 def exclusive_prefix_sum(demand: torch.Tensor, out: torch.Tensor) -> None:
@@ -59,7 +59,12 @@ def take_spans(counters: torch.Tensor, demand: torch.Tensor, out: torch.Tensor) 
         demand: [N] int32. out: [at least N + 1] int64, the first place of each span, counted like ``counters[0]``; a
             place at ``counters[1]`` or past it holds no page.
     """
-    _prepare(demand, out, counters, TAKEN)()
+    prepare_take_spans(counters, demand, out)()
+
+
+def prepare_take_spans(counters: torch.Tensor, demand: torch.Tensor, out: torch.Tensor) -> Launch:
+    """``take_spans`` of what these tensors hold by then."""
+    return _prepare(demand, out, counters, TAKEN)
 
 
 def return_spans(counters: torch.Tensor, demand: torch.Tensor, out: torch.Tensor) -> None:

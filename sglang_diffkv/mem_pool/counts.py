@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import zlib
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -176,6 +177,15 @@ class PageCounts:
     def wait_for_device(self, waits: bool) -> None:
         """Whether reading a bound may wait for the device from now on."""
         self.waits = waits
+
+    @contextmanager
+    def as_known(self) -> Iterator[None]:
+        """Inside, reading a bound does not wait for the device."""
+        waits, self.waits = self.waits, False
+        try:
+            yield
+        finally:
+            self.waits = waits
 
     # Operations of the host
 

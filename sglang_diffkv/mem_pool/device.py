@@ -172,6 +172,11 @@ class PageDevice:
             columns = self.to_device(parts or torch.empty(0, 3)).unbind(1)
             return self.ops.measure(*(x.contiguous() for x in columns))
 
+    def tally(self, row: int, hi: int, out: torch.Tensor, number: int) -> None:
+        """What a row holds below position ``hi``, into ``out[number]``: ``kernels/measure``."""
+        with self.launching(allocates=False):
+            self.ops.tally(row, hi, out, number)
+
     def table_of(self, row: int, tier: int, hi: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """A tier's table of a row, each head with as many columns as any may use. Pages [n] int64, whether an entry is
         used [n] bool, and [3, n] int32: head, position range below ``hi``."""

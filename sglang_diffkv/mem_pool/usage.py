@@ -174,8 +174,7 @@ class UsageMeter:
     def finish(self, row: int) -> None:
         """Count a request that ends now, with the shared pages it refers to."""
         length = self.manager.rows.length(row)
-        with self.manager.launching():
-            self.ended_counts[len(self._ended)] = self._summed(self.manager.device.measure([(row, 0, length)])[0])
+        self.manager.device.tally(row, length, self.ended_counts, len(self._ended))
         self._ended.append(length)
         if len(self._ended) == COUNT_AT:
             self._take_arrived()
@@ -194,6 +193,7 @@ class UsageMeter:
             owners = manager.ops.count_owners(manager.to_device(list(manager.rows)))
             parts = [by_head.flatten(), owners, state.counters, ended]
             values, event = to_host(torch.cat(parts))
+            self.ended_counts.zero_()
         tokens = segments.tokens + sum(end - start for _, start, end in rows)
         self._coming.append(_Coming(values, event, tokens, len(rows), self._ended))
         self._ended = []

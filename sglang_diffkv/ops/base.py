@@ -10,6 +10,7 @@ from typing import Any, ClassVar, NamedTuple
 
 import torch
 
+from sglang_diffkv.kernels.measure.reference import tally
 from sglang_diffkv.kernels.parts import Part
 from sglang_diffkv.kernels.rotate.reference import NO_ROTATION, Rotation
 from sglang_diffkv.kernels.set_blocks.reference import set_blocks
@@ -372,6 +373,10 @@ class Ops(ABC):
 
     def measure(self, rows: torch.Tensor, lo: torch.Tensor, hi: torch.Tensor) -> torch.Tensor:
         return self.of_rows.measure(self.state, rows, lo, hi)
+
+    def tally(self, row: int, hi: int, out: torch.Tensor, number: int) -> None:
+        """What a row holds below position ``hi``, into ``out[number]``."""
+        tally(self.state, row, hi, out, number)
 
     @abstractmethod
     def count_owners(self, rows: torch.Tensor) -> torch.Tensor:

@@ -12,9 +12,9 @@ from sglang_diffkv.ops.library import PrefillLibrary
 from sglang_diffkv.ops.prompt_scores import StoredSums, prompts_scored, score_new
 from sglang_diffkv.policies.base import Policy, prunes
 
-MOST_BYTES = 128 << 20
-"""Of keys and values of all tokens of a pass's requests, of the KV heads that attend together: 32,768 tokens of
-Llama-3-8B's 8, or 262,144 of one. They live while these attend, in the room that the activations of a pass have. Where
+MOST_BYTES = 256 << 20
+"""Of keys and values of all tokens of a pass's requests, of the KV heads that attend together: 65,536 tokens of
+Llama-3-8B's 8, or 524,288 of one. They live while these attend, in the room that the activations of a pass have. Where
 one head has more, requests attend to pages as they are."""
 
 

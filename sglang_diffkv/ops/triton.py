@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from functools import partial
 
 import torch
@@ -13,7 +13,7 @@ from sglang_diffkv.kernels.append.triton import PreparedAppend, prepare_append
 from sglang_diffkv.kernels.attach.triton import attach, freeze, keep, prepare_attach
 from sglang_diffkv.kernels.compact_prompt.triton import PROMPTS, PromptWorkspace, compact_prompts
 from sglang_diffkv.kernels.compact_step.triton import compact_step
-from sglang_diffkv.kernels.copy_compact.triton import copy_compact
+from sglang_diffkv.kernels.copy_compact.triton import PreparedCopy, form_of_cuts, prepare_copy
 from sglang_diffkv.kernels.count_owners.triton import count_owners
 from sglang_diffkv.kernels.count_rows.triton import count_rows
 from sglang_diffkv.kernels.cuts import Cuts, StepCuts
@@ -29,7 +29,7 @@ from sglang_diffkv.kernels.extend_attention.triton import extend_attention
 from sglang_diffkv.kernels.gather_scores.triton import gather_scores, smooth
 from sglang_diffkv.kernels.importance.triton import importance
 from sglang_diffkv.kernels.key_norms.triton import key_norms
-from sglang_diffkv.kernels.measure.triton import measure
+from sglang_diffkv.kernels.measure.triton import measure, prepare_tally
 from sglang_diffkv.kernels.parts import Part
 from sglang_diffkv.kernels.put_scores.triton import put_scores
 from sglang_diffkv.kernels.query_cache.triton import store_queries
@@ -108,6 +108,8 @@ class TritonOps(Ops):
         self._release = {
             everything: prepare_release(state, spans, everything=everything) for everything in (False, True)
         }
+        self._tally = prepare_tally(state)
+        self._copies: dict[Hashable, PreparedCopy] = {}  # by groups of layers and forms of cuts
         self.buffers: list[DecodeBuffers] = []  # by growing size; a graph may hold any of them
 
     def prepare_graphs(self, max_batch: int) -> None:
@@ -389,8 +391,12 @@ class TritonOps(Ops):
         self, layers: PageState, target: int, parts: Sequence[Part], seq_len: int, cuts: Cuts,
         shared_scores: torch.Tensor | None,
     ) -> None:  # fmt: skip
+        form = (layers.first_layer, layers.num_layers, form_of_cuts(cuts))
+        again = self._copies.get(form)
+        if again is None:
+            again = self._copies[form] = prepare_copy(layers, self.prompt.spans, cuts)
         for source, lo, hi in parts:
-            copy_compact(layers, target, source, lo, hi, seq_len, self.prompt.spans, cuts, shared_scores=shared_scores)
+            again(target, source, lo, hi, seq_len, cuts, shared_scores)
 
     def compact_scored(self, layers: PageState, row: int, seq_len: int, scoring: Scoring) -> None:
         put_scores(layers, row, scoring.scores)
@@ -412,6 +418,9 @@ class TritonOps(Ops):
 
     def trim(self, row: int, end: int) -> None:
         self._release[False](row, end)
+
+    def tally(self, row: int, hi: int, out: torch.Tensor, number: int) -> None:
+        self._tally(row, hi, out, number)
 
     def count_owners(self, rows: torch.Tensor) -> torch.Tensor:
         if not self.buffers:

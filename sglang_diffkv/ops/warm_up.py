@@ -110,12 +110,14 @@ def warm_up(
         _warm_up_scores(ops, state, policy, q[:1], scalings)
     append(state, 0, key, value, none, none, none, no_rows, **form)
     _warm_up_decode(ops, state, policy, dtype, scalings, sinks, form)
+    ops.set_blocks([0], [0])  # row 0 has no blocks
     for tier_kept in (False, True):
         ops.attach(2, 1, 0, 0, kept_only=tier_kept)
     ops.trim(2, 0)
     ops.release(2)
     ops.count_rows(one_row, steps=1, low_grows=policy.compresses and len(fmt.tiers) > 1)
     ops.measure(one_row, none[:1], none[:1])
+    ops.tally(1, 0, torch.zeros(1, len(state.fmt.tiers) + 2, dtype=torch.int64, device=state.device), 0)
     ops.count_owners(one_row)
     if changes:
         ops.compact_prompts([(1, 0)], policy)

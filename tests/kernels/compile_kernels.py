@@ -199,6 +199,9 @@ def call_again(
     for steps in (1, 3):
         ops.count_rows(rows, steps=steps, low_grows=policy.compresses and len(state.fmt.tiers) > 1)
     ops.measure(rows, prefix, lengths)
+    for number in (1, 16, 17):
+        ops.tally(number, number, torch.zeros(20, len(state.fmt.tiers) + 2, dtype=torch.int64), number)
+        ops.set_blocks([number] * number, [1] * number)
     ops.count_owners(rows)
     if form["rotation"] != NO_ROTATION:
         for tensors in ((q, key, value), (q,), (q,)):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -14,6 +15,7 @@ from sglang_diffkv.kernels.count_owners import triton as count_owners_triton
 from sglang_diffkv.kernels.count_owners.reference import count_owners as count_owners_reference
 from sglang_diffkv.kernels.count_rows import triton as count_rows_triton
 from sglang_diffkv.kernels.count_rows.reference import count_rows as count_rows_reference
+from sglang_diffkv.kernels.measure import reference as measure_module
 from sglang_diffkv.kernels.measure import triton as measure_triton
 from sglang_diffkv.kernels.measure.reference import measure as measure_reference
 from sglang_diffkv.kernels.sum_scores import triton as sum_scores_triton
@@ -219,6 +221,24 @@ def test_counts_and_positions(tiers, block, monkeypatch):
     check_measure(
         manager.state, rows, [(5, 29), (0, 2**40), (0, 9), (9, 9), (37, 50), (18, 60), (0, 1), (30, 7), (2**33, 2**34)]
     )
+
+
+@pytest.mark.parametrize("spans", [(), (0, 9, 0)])
+@pytest.mark.parametrize("tiers", FORMATS)
+def test_tallies_are_sums_of_what_is_measured(tiers: str, spans: tuple[int, ...]) -> None:
+    manager = busy_manager(tiers)
+    state = replace(manager.state, attention_spans=spans) if spans else manager.state
+    rows, columns = [5, 1, 15, 4], len(state.fmt.tiers) + 2
+    found = [torch.zeros(len(rows) + 1, columns, dtype=torch.int64, device=DEVICE) for _ in range(2)]
+    again = measure_triton.prepare_tally(state)
+    for number, row in enumerate(rows):
+        hi = 61 if row == 15 else manager.rows.length(row)
+        again(row, hi, found[0], number)
+        measure_module.tally(state, row, hi, found[1], number)
+        counts = expected_measure(on_cpu(state), row, 0, hi)
+        assert found[0][number, :-1].tolist() == counts.sum((0, 1)).tolist()
+        assert int(found[0][number, -1]) == (counts[1, :, :-1].sum() if spans else 0)
+    assert torch.equal(found[0], found[1]) and found[0][:-1, 0].any() and not found[0][-1].any()
 
 
 def test_scratch_page_does_not_count():

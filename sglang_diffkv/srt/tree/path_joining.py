@@ -41,6 +41,10 @@ WASTE = 1.25
 pages that a path wastes are bounded, and so is the work: each joining copies at most four times the pages that it
 returns."""
 
+PATHS_A_STEP = 4
+"""Paths that are looked at before a step is scheduled. Where many requests end at once, the next ones do not wait for
+all of them."""
+
 KEPT_ENDS = 2
 """Segments at the end of a path that stay as they are where layers slide: sliding layers hold the end of each segment,
 and a match can end there. These are the newest prompt and its reply. The first segment stays too, with which other
@@ -64,7 +68,7 @@ class PathJoiner(PathRule):
 
     def scheduling_begins(self) -> None:
         """Join what requests that have ended left in small segments."""
-        self.tidy()
+        self.tidy(PATHS_A_STEP)
 
     def published(self, req: Any, row: int, leaf: Any, length: int, *, ended: bool) -> None:
         """``tidy`` looks at the path of a request that has ended."""
@@ -95,8 +99,8 @@ class PathJoiner(PathRule):
         if getattr(node, "segment", None) is not None:
             self.ended.append(node)
 
-    def tidy(self) -> None:
-        """Join small segments in the paths of requests that have ended. Called between steps.
+    def tidy(self, most: int | None = None) -> None:
+        """Join small segments in the paths of requests that have ended, of ``most`` of them. Called between steps.
 
         While requests run, a path is looked at when its pages are counted, so nothing waits for that. Making room waits
         where a long leaf is cut for it.
@@ -108,7 +112,8 @@ class PathJoiner(PathRule):
             counts.settle()
         elif self.manager.ranks.alone:
             counts.refresh()
-        nodes, self.ended = dict.fromkeys(self.ended), []
+        nodes = [*dict.fromkeys(self.ended)]
+        nodes, self.ended = nodes[:most], nodes[most or len(nodes) :]
         for node in nodes:
             if node.segment is not None and not self._tidy(node):
                 self.ended.append(node)
@@ -239,7 +244,7 @@ class PathJoiner(PathRule):
         pages = segments.dense_pages(parts, [segment for segment, _, _ in parts if segment in settling])
         held = [sum(of_tier) for of_tier in zip(*(self._held(x, settling) for x, _, _ in parts), strict=True)]
         gain = self._gain(sum(segment.pages for segment, _, _ in parts), held)
-        if pages > ledger.uncommitted_pages() + gain:
+        if not self._known_free(pages) and pages > ledger.uncommitted_pages() + gain:
             return False
         if self.manager.rows and not self._has_rows(parts):
             return False
@@ -297,9 +302,16 @@ class PathJoiner(PathRule):
         The path to ``node`` stays."""
         tree, blocks = self.tree, self._needs(parts)[1]
         tree.inc_lock_ref(node)
-        room = tree.make_segment_rows(SEGMENT_ROWS) and tree.make_pages(pages) and tree.make_table_blocks(blocks)
+        pages_free = self._known_free(pages)
+        room = tree.make_segment_rows(SEGMENT_ROWS) and (pages_free or tree.make_pages(pages))
+        room = room and tree.make_table_blocks(blocks)
         tree.dec_lock_ref(node)
         return room
+
+    def _known_free(self, pages: int) -> bool:
+        """Whether the host knows of so many free pages without asking the device."""
+        with self.manager.counts.as_known():
+            return pages <= self.tree.ledger.uncommitted_pages()
 
     def _join(self, parts: Path, nodes: list[Any], settling: Collection[Segment] = ()) -> None:
         tree, manager = self.tree, self.manager
