@@ -14,7 +14,17 @@ from sglang_diffkv.kernels.triton_ring import Spans
 from sglang_diffkv.layout.state import PageState
 from sglang_diffkv.ops.decisions import Decisions
 from sglang_diffkv.policies.diffkv import KEEP
-from tests.kernels.triton_helpers import DEVICE, FOUR, THREE, add_prompt, clone_state, make_format, make_manager, scaled
+from tests.kernels.triton_helpers import (
+    DEVICE,
+    FOUR,
+    THREE,
+    add_prompt,
+    clone_state,
+    close,
+    make_format,
+    make_manager,
+    scaled,
+)
 
 COUNTS = ("entries", "kept_entry", "own_entry", "own_tokens", "hole", "fault", "counters", "refcount", "page_table")
 TARGET = 5
@@ -73,7 +83,9 @@ def test_copies_are_the_reference_s(tiers, dim, v_dim, judging, sinks, scales):
             assert torch.equal(getattr(state, name), getattr(twin, name)), name
         for tier in range(len(state.tiers)):
             for got, expected in zip(tokens_of(state, TARGET, tier), tokens_of(twin, TARGET, tier), strict=True):
-                assert torch.equal(got.view(torch.uint8), expected.contiguous().view(torch.uint8))
+                same = torch.equal(got.view(torch.uint8), expected.contiguous().view(torch.uint8))
+                # PyTorch multiplies by the inverse on a GPU where Triton divides: an fp16 number may round otherwise.
+                assert same or (got.is_cuda and got.dtype == torch.float16 and close(got, expected) <= 2**-9)
     assert int(state.own_tokens[TARGET].sum()) > 60
     for row in (segments[0].row, 2):
         for tier in range(len(state.tiers)):
