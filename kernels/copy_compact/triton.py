@@ -64,11 +64,12 @@ def _tensors(cuts: Cuts) -> tuple[torch.Tensor | None, ...]:
 
 
 def prepare_copy(state: PageState, spans: Spans, cuts: Cuts) -> PreparedCopy:
-    """What copies by cuts of a form have in common. Arguments as of ``copy_compact``."""
+    """What copies by cuts of a form have in common. Arguments as of ``copy_compact``. Nothing is allocated later."""
     cuts.check(state.num_layers, state.num_heads, len(state.fmt.tiers))
     fmt, layers, heads, tiers = state.fmt, state.num_layers, state.num_heads, len(state.fmt.tiers)
     count, programs = layers * heads, triton.cdiv(layers * heads, HEADS)
     nothing = torch.empty(1, device=state.device)
+    counts = torch.empty(count, tiers, dtype=torch.int32, device=state.device)
     every = format_constants(fmt)
     layouts = {"LAYOUTS": every["LAYOUTS"], "TIERS": tiers}
     shape = {"PAGE_BYTES": fmt.page_bytes, "MAX_BLOCKS": state.row_blocks.shape[1], "L": state.row_layers, "H": heads}
@@ -81,7 +82,7 @@ def prepare_copy(state: PageState, spans: Spans, cuts: Cuts) -> PreparedCopy:
     take_tokens = Launch(
         take_kernel,
         (programs, tiers),
-        (None, None, count, state.entries, state.own_entry, state.own_tokens, spans.demand, spans.totals),
+        (None, counts, count, state.entries, state.own_entry, state.own_tokens, spans.demand, spans.totals),
         {**layouts, "L": state.row_layers, "H": heads, "R": HEADS, "num_warps": 4},
     )
     take = prepare_take_spans(state.counters, spans.totals[: tiers * programs], spans.places)
@@ -101,7 +102,6 @@ def prepare_copy(state: PageState, spans: Spans, cuts: Cuts) -> PreparedCopy:
     ) -> None:
         assert target != source
         cuts.check(layers, heads, tiers)
-        counts = torch.empty(count, tiers, dtype=torch.int32, device=state.device)
         if shared_scores is not None:
             assert shared_scores.shape[:2] == (layers, heads) and shared_scores.dtype == torch.float32
             assert shared_scores.is_contiguous()
@@ -110,7 +110,7 @@ def prepare_copy(state: PageState, spans: Spans, cuts: Cuts) -> PreparedCopy:
         numbers = (scores, known, seq_len, cuts.window, cuts.sinks, cuts.lasting, *cut_arguments(cuts), counts)
         changed = {"source": source, "lo": lo, "hi": hi, **dict(zip(RULE, numbers, strict=True))}
         count_tokens(**changed)
-        take_tokens(target=target, counts=counts)
+        take_tokens(target=target)
         take()
         for grant in grants:
             grant(rows=target)

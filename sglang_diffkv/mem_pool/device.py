@@ -17,6 +17,7 @@ from sglang_diffkv.layout.transfer import to_device
 from sglang_diffkv.mem_pool.table_space import TableSpace
 from sglang_diffkv.ops.base import Ops
 from sglang_diffkv.policies.base import Policy
+from sglang_diffkv.policies.diffkv import KEEP
 
 Result = TypeVar("Result")
 
@@ -131,7 +132,7 @@ class PageDevice:
         shared_scores: torch.Tensor | None = None,
     ) -> None:
         """Copy-on-compress into a row that has room for it: ``kernels/copy_compact``."""
-        with self.launching():
+        with self.launching(allocates=policy is not KEEP or shared_scores is not None):
             self.ops.copy_compact(target, parts, seq_len, policy, shared_scores)
 
     def freeze(self, rows: Mapping[int, int]) -> None:
