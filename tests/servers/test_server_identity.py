@@ -26,6 +26,8 @@ STOCK = {"SGLANG_PLUGINS": "none"}
 CHUNKS = {"chunks of 128": ("--chunked-prefill-size", "128"), "whole": ()}
 """Some of the prompts are longer than 128 tokens, so the first runs them in both ways."""
 NGRAMS = (*["--speculative-algorithm", "NGRAM", "--speculative-num-draft-tokens", "5"], *CHAIN.split())
+TREES = ("--speculative-algorithm", "NGRAM", "--speculative-num-draft-tokens", "8")
+"""SGLang's default: up to 10 proposals behind a token."""
 SHARED = 4
 """Prompts over one prefix."""
 
@@ -93,11 +95,31 @@ def test_chains_of_drafts_give_stock_tokens(
     assert server.server_info()["internal_states"][0]["avg_spec_accept_length"] > 1.05, "some drafts are right"
 
 
+def test_trees_of_drafts_give_stock_tokens(
+    prompts: list[list[int]], chunks: tuple[str, ...], stock: list[Record], server_of: Callable[..., Server]
+) -> None:
+    server = server_of("diffkv", (*chunks, *TREES), config=LOSSLESS, env=STRICT)
+    check_tokens(_tokens(_ask(server, prompts, 16)), stock, "batch of 16")
+    check_tokens(_tokens(_ask(server, prompts[:2])), stock[:2], "one at a time, over prefix hits")
+    assert server.server_info()["internal_states"][0]["avg_spec_accept_length"] > 1.05, "some drafts are right"
+
+
 def test_drafts_of_a_model_give_stock_tokens(
     prompts: list[list[int]], chunks: tuple[str, ...], stock: list[Record], server_of: Callable[..., Server]
 ) -> None:
     """The draft model is the model itself, so most of its drafts are right."""
     args = (*chunks, *model_drafts("STANDALONE", NANO), "--decode-log-interval", "2")
+    server = server_of("diffkv", args, config=LOSSLESS, env=STRICT)
+    check_tokens(_tokens(_ask(server, prompts[:6], 6)), stock[:6], "batch of 6")
+    check_tokens(_tokens(_ask(server, prompts[:2])), stock[:2], "one at a time, over prefix hits")
+    assert server.server_info()["internal_states"][0]["avg_spec_accept_length"] > 2
+
+
+def test_trees_of_a_model_give_stock_tokens(
+    prompts: list[list[int]], chunks: tuple[str, ...], stock: list[Record], server_of: Callable[..., Server]
+) -> None:
+    """Of many drafts, three behind each, so that the likeliest tokens of the model itself are among them."""
+    args = (*chunks, *model_drafts("STANDALONE", NANO, branches=3, drafts=9), "--decode-log-interval", "2")
     server = server_of("diffkv", args, config=LOSSLESS, env=STRICT)
     check_tokens(_tokens(_ask(server, prompts[:6], 6)), stock[:6], "batch of 6")
     check_tokens(_tokens(_ask(server, prompts[:2])), stock[:2], "one at a time, over prefix hits")
