@@ -149,6 +149,7 @@ TARGETS: Targets = {
     # Draft models
     "create_worker": SPECULATIVE + "spec_info.SpeculativeAlgorithm.create_worker",
     "eagle_sample": SPECULATIVE + "eagle_utils.eagle_sample",
+    "get_req_to_token_extra_context_len": SRT + "mem_cache.allocation_sizing.get_req_to_token_extra_context_len",
     "create_decode_backend": SPECULATIVE + "draft_utils.DraftBackendFactory.create_decode_backend",
     "create_draft_extend_backend": SPECULATIVE + "draft_utils.DraftBackendFactory.create_draft_extend_backend",
     "update_mamba_state_after_mtp_verify": SRT

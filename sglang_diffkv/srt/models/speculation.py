@@ -94,9 +94,14 @@ def draft_room(args: Any) -> int:
 
 
 def longest_row(context: int, args: Any) -> int:
-    """Tokens of a row at most, for a model of this context length: SGLang's table of requests has room for a pass's
-    drafts too."""
-    return context + compat.CONTEXT_SLACK + drafts_of(args) + draft_room(args)
+    """Tokens of a row at most, for a model of this context length."""
+    return context + table_slack(args) + draft_room(args)
+
+
+def table_slack(args: Any) -> int:
+    """KV slots behind the longest sequence, for which SGLang's table of requests has room: it writes those of two
+    passes there."""
+    return compat.CONTEXT_SLACK + 2 * draft_slots(args)
 
 
 def check_drafts(config: DiffKVConfig, attention_spans: Sequence[int] = (), *, by_model: bool = False) -> None:

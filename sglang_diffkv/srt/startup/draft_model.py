@@ -13,7 +13,7 @@ import torch
 
 from sglang_diffkv.errors import UnsupportedError
 from sglang_diffkv.srt.backend import DiffKVAttnBackend
-from sglang_diffkv.srt.models.speculation import draft_worker, drafts_by_model
+from sglang_diffkv.srt.models.speculation import draft_worker, drafts_by_model, table_slack
 from sglang_diffkv.srt.scheduling.allocator import SERVED, requests_of
 from sglang_diffkv.srt.versions import compat
 from sglang_diffkv.srt.versions.selection import BACKEND, is_selected
@@ -85,6 +85,14 @@ def create_worker(original: Any, algorithm: Any, server_args: Any) -> Any:
     """Who drafts and verifies: SGLang's worker for its ``algorithm``, which tells the pages what was accepted."""
     worker = original(algorithm, server_args)
     return draft_worker(worker, ngram=algorithm.is_ngram()) if is_selected(server_args) else worker
+
+
+def get_req_to_token_extra_context_len(original: Any, *server_args: Any) -> int:
+    """KV slots for which SGLang's table of requests has room behind a sequence. By itself SGLang has room for the
+    drafts of one pass, and writes those of two: of a request at its longest into the next one's line."""
+    args = server_args[0] if server_args else compat.published_args()
+    extra = int(original(*server_args))
+    return max(extra, table_slack(compat.resolved(args))) if is_selected(args) else extra
 
 
 def eagle_sample(original: Any, verify_input: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
@@ -180,9 +188,10 @@ def update_mamba_state_after_mtp_verify(
 HOOKS = (
     create_worker,
     eagle_sample,
+    get_req_to_token_extra_context_len,
     create_decode_backend,
     create_draft_extend_backend,
     update_mamba_state_after_mtp_verify,
 )
-"""The third and fourth are without effect unless a draft model runs on torch_native, which SGLang itself refuses; the
+"""The fourth and fifth are without effect unless a draft model runs on torch_native, which SGLang itself refuses; the
 last one is for a CPU."""

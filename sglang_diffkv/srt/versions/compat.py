@@ -329,6 +329,13 @@ def resolved(server_args: Any) -> Any:
     return resolving_view(server_args)
 
 
+def published_args() -> Any:
+    """The arguments of this process's server, of a release with ``declared_arguments``."""
+    from sglang.srt.runtime_context import get_server_args
+
+    return get_server_args()
+
+
 def unread_mask(requests: int, drafts: int, device: Any) -> Any:
     """SGLang's room for the mask of drafts of up to so many requests, for a backend that does not read it."""
     from sglang.srt.layers.attention.verify_mask import maybe_create_verify_mask
