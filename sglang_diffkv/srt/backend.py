@@ -248,10 +248,10 @@ class DiffKVAttnBackend(AttentionBackend):
 
     def _links(self, forward_batch: Any) -> TreeLinks | None:
         """Of the drafts' trees; None for chains, and where a graph is captured."""
-        first_child = forward_batch.spec_info.retrieve_next_token
-        if not self.manager.longest_path or first_child is None:
+        drafts = forward_batch.spec_info
+        if not self.manager.longest_path or drafts.retrieve_next_token is None:
             return None
-        return TreeLinks(first_child, forward_batch.spec_info.retrieve_next_sibling)
+        return TreeLinks(drafts.retrieve_next_token, drafts.retrieve_next_sibling)
 
     # Layers: ``torch.compile`` of a model (--enable-torch-compile) stops before each, and goes on behind it
 

@@ -137,5 +137,4 @@ def test_trees_of_a_model_give_stock_tokens(
     args = (*chunks, *model_drafts("STANDALONE", NANO, branches=3, drafts=9), "--decode-log-interval", "2")
     server = server_of("diffkv", args, config=LOSSLESS, env=STRICT)
     check_tokens(_tokens(_ask(server, prompts[:6], 6)), stock[:6], "batch of 6")
-    check_tokens(_tokens(_ask(server, prompts[:2])), stock[:2], "one at a time, over prefix hits")
     assert server.server_info()["internal_states"][0]["avg_spec_accept_length"] > 2

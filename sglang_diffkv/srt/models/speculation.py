@@ -107,12 +107,12 @@ def table_slack(args: Any) -> int:
 def check_drafts(config: DiffKVConfig, attention_spans: Sequence[int] = (), *, by_model: bool = False) -> None:
     """Refuse what is not served with drafts, all of it at once: of a configuration, or a model with layers of these
     ``attention_spans``. ``by_model``: a model makes the drafts."""
-    problems = list(_unlike_chains(config, attention_spans, by_model))
+    problems = list(_not_with_drafts(config, attention_spans, by_model))
     if problems:
         raise UnsupportedError("--attention-backend diffkv does not work with " + "; and not with ".join(problems))
 
 
-def _unlike_chains(config: DiffKVConfig, attention_spans: Sequence[int], by_model: bool) -> Iterator[str]:
+def _not_with_drafts(config: DiffKVConfig, attention_spans: Sequence[int], by_model: bool) -> Iterator[str]:
     if config.prefix_fidelity == "exact":
         yield '"prefix_fidelity": "exact" with speculative decoding: use "compressed"'
     if config.build_policy().running is not None:
