@@ -41,8 +41,8 @@ class Release:
 
     Attributes:
         on_cpu, on_gpu: the packages with which it was tested there; None: not tested there, so refused.
-        seen_on_gpu: of what is refused on GPUs elsewhere, what was compared with stock there: ``drafts``, ``states``,
-            ``prefill graphs``.
+        seen_on_gpu: of what is refused on GPUs elsewhere, what was compared with stock there: ``drafts``, ``trees of
+            drafts``, ``states``, ``prefill graphs``.
         targets: hooks whose target differs from ``TARGETS``. classes: classes that are not where ``CLASSES`` says.
         tree: the prefix cache's insertion methods, a class of ``srt/tree/sglang_methods.py``.
         row_on_request: a request has its row and lengths itself, and not in ``req.kv``.
@@ -148,6 +148,8 @@ TARGETS: Targets = {
     "device_to_host": CANARY + "runner.future_tensor.FutureTensors.device_to_host",
     # Draft models
     "create_worker": SPECULATIVE + "spec_info.SpeculativeAlgorithm.create_worker",
+    "eagle_sample": SPECULATIVE + "eagle_utils.eagle_sample",
+    "get_req_to_token_extra_context_len": SRT + "mem_cache.allocation_sizing.get_req_to_token_extra_context_len",
     "create_decode_backend": SPECULATIVE + "draft_utils.DraftBackendFactory.create_decode_backend",
     "create_draft_extend_backend": SPECULATIVE + "draft_utils.DraftBackendFactory.create_draft_extend_backend",
     "update_mamba_state_after_mtp_verify": SRT

@@ -18,11 +18,14 @@ NOISE = 0.02
 """Scale of random weights."""
 
 
-def model_drafts(algorithm: str, model: Path | str, steps: int = 3) -> tuple[str, ...]:
-    """Arguments of a server whose chains ``model`` proposes."""
+def model_drafts(
+    algorithm: str, model: Path | str, steps: int = 3, *, branches: int = 1, drafts: int | None = None
+) -> tuple[str, ...]:
+    """Arguments of a server to which ``model`` proposes chains, or trees with several ``branches``, of ``drafts``."""
     return (
         "--speculative-algorithm", algorithm, "--speculative-draft-model-path", str(model), "--speculative-eagle-topk",
-        "1", "--speculative-num-steps", str(steps), "--speculative-num-draft-tokens", str(steps + 1),
+        str(branches), "--speculative-num-steps", str(steps), "--speculative-num-draft-tokens",
+        str(drafts or steps + 1),
     )  # fmt: skip
 
 

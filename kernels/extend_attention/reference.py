@@ -14,6 +14,8 @@ from sglang_diffkv.layout.state import PageState
 QUERY_BLOCK = 256
 OBSERVED = 64
 """What others' queries say of a shared token counts as this many queries at most when a request scores it anew."""
+MOST_NODES = 64
+"""New tokens of a request at most where each says by a bit which of them it sees."""
 
 
 @dataclass(frozen=True)
@@ -57,6 +59,7 @@ def extend_attention(
     attention_span: int = 0,
     sink_logits: torch.Tensor | None = None,
     lse: torch.Tensor | None = None,
+    ancestors: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Causal attention of each request's new tokens, which are already appended to its pages, or will be later where no
     scores are updated.
@@ -79,11 +82,15 @@ def extend_attention(
         sink_logits: [Hq] of any float type: of each query head, the logit of a sink that joins the softmax and has no
             value.
         lse: [tokens, Hq] float32, where given: gets the log-sum-exp of each query's logits, base 2.
+        ancestors: [tokens] int64, of trees of at most ``MOST_NODES`` new tokens a request: bit ``j`` is set where a
+            token sees its request's new token ``j``. It is set for the token itself, and for none behind it. None
+            where each sees all before it. Not with scores or a span.
 
     Returns:
         [tokens, Hq, v_head_dim] in q's dtype.
     """
     assert not attention_span or not update_scores, "no scores are kept where tokens are out of its span"
+    assert ancestors is None or not (update_scores or attention_span), "a tree has neither"
     outs, start = [], 0
     since = [0] * len(rows) if observe_from is None else observe_from.tolist()
     every = [observe_every] * len(rows) if isinstance(observe_every, int) else observe_every.tolist()
@@ -105,6 +112,7 @@ def extend_attention(
             reduce,
             attention_span,
             sink_logits,
+            None if ancestors is None else ancestors[start:end],
         )
         outs.append(out)
         if lse is not None:
@@ -131,6 +139,7 @@ def _attend(
     reduce: str,
     attention_span: int,
     sink_logits: torch.Tensor | None,
+    ancestors: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]:
     """One request: out [n, Hq, v_dim]; lse [n, Hq]; received attention of [each tier's page slots..., new tokens], each
     [H, .]."""
@@ -167,6 +176,8 @@ def _attend(
         if logit_cap:
             logits = logit_cap * torch.tanh(logits / logit_cap)
         causal = column <= query.unsqueeze(1)  # [n', n]
+        if ancestors is not None:
+            causal = ((ancestors[query].unsqueeze(1) >> column) & 1).bool()
         stored = paged.unsqueeze(1).expand(-1, len(query), -1)  # [H, n', M - n]
         if attention_span:
             oldest = query.unsqueeze(1) - attention_span + 1

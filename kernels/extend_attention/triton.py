@@ -13,6 +13,7 @@ import triton
 
 from sglang_diffkv.kernels.decode_attention.triton_workspace import tile_tokens
 from sglang_diffkv.kernels.device import processors_of
+from sglang_diffkv.kernels.extend_attention.reference import MOST_NODES
 from sglang_diffkv.kernels.extend_attention.triton_paged import merge_kernel, paged_kernel, ragged_kernel
 from sglang_diffkv.kernels.extend_attention.triton_scores import (
     fold_sums_kernel,
@@ -96,6 +97,7 @@ def extend_attention(
     attention_span: int = 0,
     sink_logits: torch.Tensor | None = None,
     stored: bool = True,
+    ancestors: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Causal attention of each request's new tokens, which are already appended to its pages.
 
@@ -113,6 +115,7 @@ def extend_attention(
         observe_from, observe_every, reduce, attention_span: as for the reference; ``new_part`` is of queries that see
             all new tokens before them. sink_logits: [Hq] of any float type.
         stored: False if the new tokens are not appended.
+        ancestors: as for the reference, contiguous; only of new tokens that are not stored.
 
     Returns:
         out [tokens, Hq, v_head_dim] in q's dtype, lse [tokens, Hq] float32, base 2.
@@ -131,6 +134,9 @@ def extend_attention(
     assert fmt.scored or not update_scores, "the high tier has no scores to update"
     assert sink_logits is None or sink_logits.shape == (q_heads,)
     assert stored or (new_part is None and not update_scores)
+    if ancestors is not None:
+        assert not stored and not attention_span and max_extend <= MOST_NODES
+        assert ancestors.shape == (tokens,) and ancestors.dtype == torch.int64 and ancestors.is_contiguous()
     group = q_heads // heads
     common = {"G": group, "HAS_CAP": logit_cap > 0, "SLIDES": attention_span > 0}
     grid = (triton.cdiv(max_extend * group, PAGED_ROWS), heads, batch)
@@ -149,8 +155,9 @@ def extend_attention(
     if new_part is None:
         ragged_kernel[(batch * heads * triton.cdiv(max_extend * group, ROWS),)](
             q, key, value, key.stride(0), key.stride(1), value.stride(0), value.stride(1), out, lse, starts,
-            extend_lens, batch, sm_scale, logit_cap, attention_span, D=dim, DV=fmt.v_head_dim, H=heads, M=ROWS,
-            N=32 if dim > 128 else 64, ASM=not INTERPRETED, **common, num_warps=4, num_stages=2,
+            extend_lens, batch, sm_scale, logit_cap, attention_span, ancestors, D=dim, DV=fmt.v_head_dim, H=heads,
+            M=ROWS, N=32 if dim > 128 else 64, ASM=not INTERPRETED, TREE=ancestors is not None, **common, num_warps=4,
+            num_stages=2,
         )  # fmt: skip
     if max_prefix:
         tables = (

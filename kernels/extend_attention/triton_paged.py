@@ -223,15 +223,19 @@ def paged_kernel(
         tl.store(out + where, o.to(out.dtype.element_ty), mask=inside)
 
 
-@triton.jit(do_not_specialize=["batch", "attention_span"], do_not_specialize_on_alignment=["starts", "extend_lens"])
+@triton.jit(
+    do_not_specialize=["batch", "attention_span"],
+    do_not_specialize_on_alignment=["starts", "extend_lens", "ancestors"],
+)
 def ragged_kernel(
     q, key, value, key_stride, key_head, value_stride, value_head, out, lse, starts, extend_lens, batch, sm_scale,
-    logit_cap, attention_span,
+    logit_cap, attention_span, ancestors,
     D: tl.constexpr, DV: tl.constexpr, H: tl.constexpr, G: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
-    HAS_CAP: tl.constexpr, ASM: tl.constexpr, SLIDES: tl.constexpr,
+    HAS_CAP: tl.constexpr, ASM: tl.constexpr, SLIDES: tl.constexpr, TREE: tl.constexpr,
 ):  # fmt: skip
     """Grid (B * H * ceil(longest extend * G / M)): causal attention among new tokens, with ``SLIDES`` the newest
-    ``attention_span`` of them. Strides are in elements."""
+    ``attention_span`` of them. With ``TREE`` a query sees the tokens of its bits in ``ancestors`` [tokens] int64, its
+    own among them and none behind it; else that is None. Strides are in elements."""
     b, head, tile, tiles = request_head_tile(batch, H)
     first = (tiles - 1 - tile) * M  # the longest first
     extend = tl.load(extend_lens + b).to(tl.int32)
@@ -248,6 +252,8 @@ def ragged_kernel(
     inside = live_row[:, None] & (d[None, :] < D)
     x = tl.load(q + vector[:, None] * D + d[None, :], mask=inside, other=0.0).to(dot_type)
     factor = sm_scale * LOG2E
+    if TREE:
+        bits = tl.load(ancestors + start + query, mask=live_row, other=0)
     m = tl.full([M], NEVER, tl.float32)
     norm = tl.zeros([M], tl.float32)
     acc = tl.zeros([M, DVP], tl.float32)
@@ -265,7 +271,10 @@ def ragged_kernel(
         s = tl.dot(x, k) * factor
         if HAS_CAP:
             s = (logit_cap * LOG2E) * (2.0 / (1.0 + tl.exp2(s * (-2.0 / logit_cap))) - 1.0)
-        seen = column[None, :] <= query[:, None]
+        if TREE:
+            seen = ((bits[:, None] >> column[None, :].to(tl.int64)) & 1) != 0
+        else:
+            seen = column[None, :] <= query[:, None]
         if SLIDES:
             seen = seen & (column[None, :] > (query - attention_span)[:, None])
         s = tl.where(seen, s, float("-inf"))

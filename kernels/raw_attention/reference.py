@@ -96,16 +96,18 @@ def raw_verification(
     prefix_lens: torch.Tensor,
     sm_scale: float,
     attention_span: int = 0,
+    ancestors: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Causal attention of new tokens that are not appended: of each as its own decode step would compute it.
 
     Args:
         q: [tokens, Hq, head_dim], key: [tokens, H, head_dim], value: [tokens, H, v_head_dim], requests one after the
-            other. The rest as for ``raw_attention``.
+            other. ancestors: as for ``extend_attention``. The rest as for ``raw_attention``.
 
     Returns:
         [tokens, Hq, v_head_dim] in q's dtype.
     """
+    assert ancestors is None or not attention_span, "a tree has no span"
     outs, start = [], 0
     for row, count, prefix in zip(rows.tolist(), extend_lens.tolist(), prefix_lens.tolist(), strict=True):
         stored = _gather(state, layer, row, prefix)
@@ -113,10 +115,14 @@ def raw_verification(
         keys, values = (torch.cat(pair, 1).unsqueeze(0) for pair in zip(stored, new, strict=True))
         for number in range(count):
             length = prefix + number + 1
+            seen: slice | torch.Tensor = slice(length)
+            if ancestors is not None:
+                path = ((ancestors[start + number] >> torch.arange(count, device=q.device)) & 1).nonzero().squeeze(1)
+                seen = torch.cat([torch.arange(prefix, device=q.device), prefix + path])
             out = scaled_dot_product_attention(
                 q[start + number].view(1, q.shape[1], 1, -1),
-                keys[:, :, :length].contiguous(),
-                values[:, :, :length].contiguous(),
+                keys[:, :, seen].contiguous(),
+                values[:, :, seen].contiguous(),
                 attn_mask=_in_span(1, length - 1, length, attention_span, q.device) if attention_span else None,
                 enable_gqa=q.shape[1] != key.shape[1],
                 scale=sm_scale,

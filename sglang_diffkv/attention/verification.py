@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from sglang_diffkv.attention.draft_trees import TreeLinks, ancestors_of
 from sglang_diffkv.attention.wrappers import DecodeWrapper, Wrapper
 from sglang_diffkv.layout.state import PageState
 from sglang_diffkv.layout.transfer import to_device
@@ -19,15 +20,17 @@ Recorder = Callable[[Callable[[], None]], Callable[[], None]]
 
 
 @dataclass
-class ChainRoom:
-    """What passes over chains of ``drafts`` tokens of up to ``requests`` requests leave for their commit, at addresses
-    that CUDA graphs hold."""
+class DraftRoom:
+    """What passes over ``drafts`` tokens of each of up to ``requests`` requests read, and what they leave for their
+    commit, at addresses that CUDA graphs hold."""
 
     requests: int
     drafts: int
     rows: torch.Tensor  # [requests] int64
-    stored: torch.Tensor  # [requests] int64, tokens before the chain
-    accepted: torch.Tensor  # [requests] int64, tokens of the chain that are stored
+    stored: torch.Tensor  # [requests] int64, tokens before the drafts
+    accepted: torch.Tensor  # [requests] int64, drafts that are stored
+    links: TreeLinks | None  # [requests, drafts] int64 of each; None for chains
+    path: torch.Tensor | None  # [requests, longest path] int64, places of the accepted drafts; None for chains
     q: torch.Tensor  # [L, requests * drafts, Hq, head_dim], as it attends to what is stored; L is 0 without scores
     lse: torch.Tensor  # [L, requests * drafts, Hq] float32, base 2, of what each attended to; L as of q
     key: torch.Tensor  # [L, requests * drafts, H, head_dim]
@@ -36,16 +39,19 @@ class ChainRoom:
     commits: dict[int, Callable[[], None]] = field(default_factory=dict)  # by requests, where it was recorded
 
     @classmethod
-    def create(cls, state: PageState, requests: int, drafts: int, q_heads: int, *, scored: bool) -> ChainRoom:
-        """``scored``: whether decode steps keep scores, for which queries are needed."""
+    def create(
+        cls, state: PageState, requests: int, drafts: int, q_heads: int, *, scored: bool, longest_path: int = 0
+    ) -> DraftRoom:
+        """``scored``: whether decode steps keep scores, for which queries are needed. ``longest_path``: as for
+        ``VerifyWrapper``."""
         layers, tokens, fmt = state.num_layers, requests * drafts, state.fmt
         queried = layers if scored else 0
 
         def numbers(count: int, heads: int, dim: int) -> torch.Tensor:
             return torch.zeros(count, tokens, heads, dim, dtype=state.dtype, device=state.device)
 
-        def integers() -> torch.Tensor:
-            return torch.zeros(requests, dtype=torch.int64, device=state.device)
+        def integers(*more: int, value: int = 0) -> torch.Tensor:
+            return torch.full((requests, *more), value, dtype=torch.int64, device=state.device)
 
         return cls(
             requests,
@@ -53,6 +59,8 @@ class ChainRoom:
             integers(),
             integers(),
             integers(),
+            TreeLinks(integers(drafts, value=-1), integers(drafts, value=-1)) if longest_path else None,
+            integers(longest_path) if longest_path else None,
             numbers(queried, q_heads, fmt.head_dim),
             torch.zeros(queried, tokens, q_heads, device=state.device),
             numbers(layers, state.num_heads, fmt.head_dim),
@@ -60,13 +68,20 @@ class ChainRoom:
             [Scaling(1.0)] * layers,
         )
 
+    def take_links(self, links: TreeLinks) -> None:
+        """Of the trees of the pass that comes next: [B, drafts] integers each."""
+        assert self.links is not None, "the drafts are chains"
+        for mine, given in zip(self.links, links, strict=True):
+            mine[: given.shape[0]].copy_(given)
+
 
 class VerifyWrapper(Wrapper):
-    """Verification of drafts: a chain of tokens of each request attends, and those that are accepted are stored.
+    """Verification of drafts: a chain or a tree of tokens of each request attends, and those that are accepted are
+    stored. In a tree a draft sees its ancestors alone, and what is accepted is a path from the root.
 
     A draft touches no page before it is accepted, so there is nothing to roll back. ``commit`` then takes the accepted
     tokens as the decode steps that they stand for, one after the other: slots, searches and compaction are those of
-    decode without drafts. Scores count the attention that the verification gave, in which the chain's own tokens were
+    decode without drafts. Scores count the attention that the verification gave, in which the drafts were
     not quantised yet; so they need no values, and all layers take one launch. Where the policy looks for nothing in
     decode steps, only keys and values are stored.
 
@@ -75,18 +90,18 @@ class VerifyWrapper(Wrapper):
     a graph of the commit.
 
     Args:
-        q_heads: query heads.
+        q_heads: query heads. longest_path: of trees, the most drafts that are accepted in one pass; 0 for chains.
     """
 
     decodes = False
 
-    def __init__(self, *args: Any, q_heads: int, **more: Any):
+    def __init__(self, *args: Any, q_heads: int, longest_path: int = 0, **more: Any):
         super().__init__(*args, **more)
         assert self.queries is None, "a policy that scores running requests is refused with drafts"
-        self.q_heads = q_heads
+        self.q_heads, self.longest_path = q_heads, longest_path
         self._decode = DecodeWrapper(self.ops)
-        self._rooms: list[ChainRoom] = []  # a graph may hold any of them
-        self._room: ChainRoom | None = None  # of the pass that ran last, or runs
+        self._rooms: list[DraftRoom] = []  # a graph may hold any of them
+        self._room: DraftRoom | None = None  # of the pass that ran last, or runs
         self._rows = self._seq_lens = torch.empty(0)
         self._requests = self._ran = 0
 
@@ -95,27 +110,33 @@ class VerifyWrapper(Wrapper):
         if self._room_for(requests, drafts) is None:
             sizes = (requests, drafts, self.q_heads)
             scored = self.policy.step_tiers(len(self.state.fmt.tiers)) > 0
-            self._rooms.append(ChainRoom.create(self.state, *sizes, scored=scored))
+            form: dict[str, Any] = {"scored": scored, "longest_path": self.longest_path}
+            self._rooms.append(DraftRoom.create(self.state, *sizes, **form))
 
-    def _room_for(self, requests: int, drafts: int) -> ChainRoom | None:
+    def _room_for(self, requests: int, drafts: int) -> DraftRoom | None:
         """The same for the same numbers, once there is one."""
         found = (x for x in self._rooms if x.drafts == drafts and x.requests >= requests)
         return next(found, None)
 
-    def plan(self, rows: torch.Tensor, seq_lens: torch.Tensor, drafts: int) -> None:
+    def plan(self, rows: torch.Tensor, seq_lens: torch.Tensor, drafts: int, links: TreeLinks | None = None) -> None:
         """rows: [B] integers on the device, 0 for padding. seq_lens: [B], tokens stored before. drafts: tokens of each
-        request."""
+        request. links: of their trees; None where a graph is captured, which reads those of its replay."""
         self._rows, self._seq_lens, self._requests = rows, seq_lens, rows.shape[0]
         if self._room_for(self._requests, drafts) is None:
             self.prepare_graphs(1 << (self._requests - 1).bit_length(), drafts)
         self._room = self._room_for(self._requests, drafts)
+        if links is not None and self._room is not None:
+            self._room.take_links(links)
 
     def begin(self) -> None:
         room, requests = self._room, self._requests
         assert room is not None, "plan comes first"
         room.rows[:requests].copy_(self._rows)
         room.stored[:requests].copy_(self._seq_lens)
-        self.step = Step.chains(room.rows[:requests], room.stored[:requests], room.drafts)
+        ancestors = None
+        if room.links is not None:
+            ancestors = ancestors_of(TreeLinks(*(x[:requests] for x in room.links))).flatten()
+        self.step = Step.verification(room.rows[:requests], room.stored[:requests], room.drafts, ancestors)
         self._ran = 0
 
     def _run(
@@ -138,13 +159,20 @@ class VerifyWrapper(Wrapper):
             step, self.ops.verify(layer, *form, step, scaling, sink_logits, lse)
         )  # fmt: skip
 
-    def replayed(self, requests: int, drafts: int) -> None:
-        """A graph holds the pass that is to be committed, of so many requests with padding."""
+    def replayed(self, requests: int, drafts: int, links: TreeLinks | None = None) -> None:
+        """A graph holds the pass that is to be committed, of so many requests with padding. It is launched behind this.
+        links: of the trees of those that are none."""
         self._room, self._requests, self._ran = self._room_for(requests, drafts), requests, self.state.num_layers
+        if links is not None and self._room is not None:
+            self._room.take_links(links)
 
-    def commit(self, accepted: torch.Tensor, left: Sequence[int] = ()) -> None:
-        """Store the first ``accepted`` ([B] integers, on the device) tokens of each chain; requests past these are
-        padding. Of requests that ``left`` (their places in the batch) after the pass was planned nothing is stored."""
+    def commit(self, accepted: torch.Tensor, left: Sequence[int] = (), path: torch.Tensor | None = None) -> None:
+        """Store the first ``accepted`` ([B] integers, on the device) tokens of each chain or path; requests past these
+        are padding. Of requests that ``left`` (their places in the batch) after the pass was planned nothing is stored.
+
+        path: [B, longest path] integers, of trees: places of the accepted drafts among the pass's tokens, in order.
+        Past the accepted ones any number stands, as -1.
+        """
         room, requests, given = self._room, self._requests, accepted.shape[0]
         assert room is not None and given <= requests, "plan comes first"
         assert self._ran == self.state.num_layers, "every layer has run"
@@ -152,6 +180,9 @@ class VerifyWrapper(Wrapper):
         room.accepted[given:requests].zero_()
         if left:
             room.accepted[to_device(left, room.accepted.device)] = 0
+        assert (path is None) == (room.path is None), "trees have paths, chains have none"
+        if path is not None and room.path is not None:
+            room.path[:given].copy_(path.clamp(min=0))
         recorded = room.commits.get(requests)
         if recorded is None:
             self._store(room, requests)
@@ -163,24 +194,26 @@ class VerifyWrapper(Wrapper):
         """Let commits of so many requests, padding among them, be replays. After a pass of that size has run."""
         room = self._room_for(requests, drafts)
         assert room is not None, "no pass of that size has run"
-        for numbers in (room.rows, room.stored, room.accepted):
-            numbers.zero_()  # nothing is stored meanwhile
+        for numbers in (room.rows, room.stored, room.accepted, room.path):
+            if numbers is not None:
+                numbers.zero_()  # nothing is stored meanwhile
         room.commits[requests] = recorder(lambda: self._store(room, requests))
 
-    def _store(self, room: ChainRoom, requests: int) -> None:
+    def _store(self, room: DraftRoom, requests: int) -> None:
         """The decode steps of the accepted tokens. Launches kernels only, where the ops pad."""
         order = room.accepted[:requests].argsort(descending=True, stable=True)  # so that padding is last
         accepted, rows, stored = (x[:requests][order] for x in (room.accepted, room.rows, room.stored))
-        for number in range(room.drafts):
-            goes_on = accepted > number
-            lengths, chosen = stored + number + 1, order * room.drafts + number
+        path = None if room.path is None else room.path[:requests][order].T.contiguous()
+        for number in range(room.drafts if path is None else len(path)):
+            goes_on, lengths = accepted > number, stored + number + 1
+            chosen = order * room.drafts + number if path is None else path[number]
             if self.ops.pads:
                 self._decode_one(room, torch.where(goes_on, rows, 0), torch.where(goes_on, lengths, 1), chosen)
             elif goes_on.any():
                 self._decode_one(room, rows[goes_on], lengths[goes_on], chosen[goes_on])
 
-    def _decode_one(self, room: ChainRoom, rows: torch.Tensor, seq_lens: torch.Tensor, chosen: torch.Tensor) -> None:
-        """A decode step of the chains' tokens ``chosen``, whose attention is known: [B] of each."""
+    def _decode_one(self, room: DraftRoom, rows: torch.Tensor, seq_lens: torch.Tensor, chosen: torch.Tensor) -> None:
+        """A decode step of the drafts ``chosen``, whose attention is known: [B] of each."""
         decode = self._decode
         decode.plan(rows, seq_lens)
         step = decode.step
@@ -194,7 +227,7 @@ class VerifyWrapper(Wrapper):
                 self.ops.score_step(layers, room.q, room.lse, chosen, step, scaling)
         decode.end()
 
-    def _searched(self, room: ChainRoom) -> Iterator[tuple[range, Scaling]]:
+    def _searched(self, room: DraftRoom) -> Iterator[tuple[range, Scaling]]:
         """Layers that follow one another, see all tokens and have the same scaling."""
         state = self.state
         for (slides, scaling), layers in groupby(

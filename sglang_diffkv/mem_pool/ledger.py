@@ -59,14 +59,15 @@ class PageLedger:
     """Free, promised and shared pages of a manager, in tokens.
 
     Args:
-        owning: whether a draft model has a cache by KV slot.
+        owning: whether a draft model has a cache by KV slot. draft_slots: KV slots that SGLang sets aside for the
+            drafts of a request in a pass; 0 without speculation.
 
     Attributes:
         tree_pages: pages that the prefix cache holds. evictable_pages: those of them that no request has locked.
     """
 
-    def __init__(self, manager: PageManager, capacity: int, *, owning: bool = False):
-        self.manager = manager
+    def __init__(self, manager: PageManager, capacity: int, *, owning: bool = False, draft_slots: int = 0):
+        self.manager, self.draft_slots = manager, draft_slots
         self.capacity = capacity
         longest, attention_spans = manager.geometry.max_tokens, manager.geometry.attention_spans
         self.kv_slots = kv_slots_of(manager.policy, capacity, manager.fmt, longest, attention_spans, owning=owning)

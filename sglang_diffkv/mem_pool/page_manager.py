@@ -52,7 +52,8 @@ class PageManager:
     Args:
         make_ops: makes the ops for the state; by default the reference.
         q_heads: query heads, for a policy that scores running requests; by default as many as KV heads.
-        drafts: tokens of a chain that decode passes verify, the first of them sampled already; 0 without speculation.
+        drafts: tokens of a request that decode passes verify, the first of them sampled already; 0 without speculation.
+            longest_path: of trees of drafts, those that a pass accepts at most; 0 for chains, of which it may be all.
         host_pages: pages of host memory for retracted requests and evicted prefixes. keeps_retracted: whether the
             former go there. write_policy: when the latter do (SGLang's name of it); empty if they do not. host_slots:
             states, or tokens of a draft model, that host memory has room for beside the latter (``keep_slots``).
@@ -73,6 +74,7 @@ class PageManager:
         make_ops: OpsOf | None = None,
         q_heads: int | None = None,
         drafts: int = 0,
+        longest_path: int = 0,
         host_pages: int = 0,
         host_slots: int = 0,
         keeps_retracted: bool = True,
@@ -97,7 +99,9 @@ class PageManager:
         self.windows = RowWindows(self.device, policy, most_window)
         low_grows = policy.compresses and len(geometry.fmt.tiers) > 1
         self.drafts, self.q_heads = drafts, q_heads or geometry.num_heads
-        self.counts = PageCounts(self.device, self.rows, self.ranks, low_grows=low_grows, step_tokens=max(drafts, 1))
+        self.longest_path, self.most_accepted = longest_path, longest_path or drafts
+        step_tokens = max(self.most_accepted, 1)
+        self.counts = PageCounts(self.device, self.rows, self.ranks, low_grows=low_grows, step_tokens=step_tokens)
         slides = any(geometry.attention_spans)
         turns = None if slides or len(self.fmt.tiers) == 1 else policy.of_turns
         self.segments = SegmentStore(self.device, self.rows, self.counts, turns)
@@ -251,18 +255,18 @@ class PageManager:
 
     def plan_verification(self, rows: list[int]) -> PlannedStep:
         """The next pass verifies ``drafts`` tokens of each row, of which it stores those that it accepts: how many,
-        ``RequestRows.accepted`` is told later. Room is made for all.
+        ``RequestRows.accepted`` is told later. Room is made for ``most_accepted``.
 
         Raises TableFull, before anything changes.
         """
         self.end_pass()
         assert self.drafts and not any(self.rows.in_prompt(row) for row in rows)
-        new_tokens = [self.drafts] * len(rows)
+        new_tokens = [self.most_accepted] * len(rows)
         self.counts.take_snapshot()
         self.space.append_all(rows, new_tokens)
         starts = [self.rows.length(row) for row in rows]
         for row in rows:
-            self.rows.verify(row, self.drafts)
+            self.rows.verify(row, self.most_accepted)
         step = PlannedStep(self.counts.steps + 1, list(rows), new_tokens, starts, 0)
         self.counts.plan(step)
         return step

@@ -86,6 +86,9 @@ class Step:
     """[B] int64: from this position on all new tokens observe, see ``Observation``; None for 0."""
     observe_every: torch.Tensor | None = None
     """[B] int64: of those before, every Nth; None for what the policy says of short prompts."""
+    ancestors: torch.Tensor | None = None
+    """[tokens] int64, of trees of drafts: which of its request's drafts each one sees (``extend_attention``); None
+    where each sees all before it."""
 
     @cached_property
     def starts(self) -> torch.Tensor:
@@ -147,9 +150,12 @@ class Step:
         return step
 
     @classmethod
-    def chains(cls, rows: torch.Tensor, seq_lens: torch.Tensor, drafts: int) -> Step:
+    def verification(
+        cls, rows: torch.Tensor, seq_lens: torch.Tensor, drafts: int, ancestors: torch.Tensor | None = None
+    ) -> Step:
         """``drafts`` tokens of each request, behind ``seq_lens`` stored ones, to be verified. rows, seq_lens: [B]
-        integers on the device, whose values the host need not know."""
+        integers on the device, whose values the host need not know. ``ancestors``: [B * drafts] int64, of trees; see
+        the field. Offsets and positions are those of a chain, in a tree too."""
         rows, seq_lens, device = rows.long(), seq_lens.long(), rows.device
         batch = rows.shape[0]
         offset = torch.arange(drafts, device=device).expand(batch, drafts)
@@ -166,6 +172,7 @@ class Step:
             max_extend=drafts,
             max_prefix=1,
             counts=(drafts,) * batch,
+            ancestors=ancestors,
         )
 
 
@@ -284,9 +291,8 @@ class Ops(ABC):
         self, layer: int, q: torch.Tensor, key: torch.Tensor, value: torch.Tensor, step: Step, scaling: Scaling,
         sink_logits: torch.Tensor | None = None, lse: torch.Tensor | None = None,
     ) -> torch.Tensor:  # fmt: skip
-        """Attention of chains of new tokens (``Step.chains``), which are not stored, to themselves and to what their
-        rows hold. Nothing changes, scores neither. ``lse``: [tokens, Hq] float32, gets each query's log-sum-exp, base
-        2."""
+        """Attention of drafts (``Step.verification``), which are not stored, to themselves and to what their rows hold.
+        Nothing changes, scores neither. ``lse``: [tokens, Hq] float32, gets each query's log-sum-exp, base 2."""
 
     @abstractmethod
     def score_step(

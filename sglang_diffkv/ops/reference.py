@@ -124,10 +124,11 @@ class ReferenceOps(Ops):
         lens, attention_span = (step.rows, step.extend_lens, step.prefix_lens), self.state.attention_span(layer)
         if self._as_stock(scaling, sink_logits):
             assert lse is None, "nothing is scored"
-            return raw_verification(self.state, layer, q, key, value, *lens, scaling.scale, attention_span)
+            spans = (scaling.scale, attention_span, step.ancestors)
+            return raw_verification(self.state, layer, q, key, value, *lens, *spans)
         return extend_attention(
             self.state, layer, q, key, value, *lens, scaling.scale, logit_cap=scaling.cap,
-            attention_span=attention_span, sink_logits=sink_logits, lse=lse,
+            attention_span=attention_span, sink_logits=sink_logits, lse=lse, ancestors=step.ancestors,
         )  # fmt: skip
 
     def score_step(

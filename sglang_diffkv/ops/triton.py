@@ -330,6 +330,7 @@ class TritonOps(Ops):
         out, norm = extend_attention(
             self.state, layer, q.contiguous(), key, value, *lens, scaling.scale, logit_cap=scaling.cap,
             attention_span=self.state.attention_span(layer), sink_logits=sink_logits, stored=False,
+            ancestors=step.ancestors,
         )  # fmt: skip
         if lse is not None:
             lse.copy_(norm)

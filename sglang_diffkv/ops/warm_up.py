@@ -49,14 +49,14 @@ def log_compilations() -> None:
 def compile_kernels(
     ops: TritonOps, state: PageState, policy: Policy, *, dtype: torch.dtype, scalings: Sequence[Scaling],
     rotation: Rotation, copies: bool, queries: QueryCache | None = None, sinks: torch.dtype | None = None,
-    key_means: torch.Tensor | None = None, drafts: int = 0, tails: bool = False,
+    key_means: torch.Tensor | None = None, drafts: int = 0, trees: bool = False, tails: bool = False,
 ) -> None:  # fmt: skip
     """``warm_up`` on a GPU, with what it compiles, and all compilations from then on, in the log."""
     began = time.perf_counter()
     log_compilations()
     warm_up(
         ops, state, policy, dtype=dtype, scalings=scalings, rotation=rotation, copies=copies, queries=queries,
-        sinks=sinks, key_means=key_means, drafts=drafts, tails=tails,
+        sinks=sinks, key_means=key_means, drafts=drafts, trees=trees, tails=tails,
     )  # fmt: skip
     torch.cuda.synchronize(state.device)
     logger.info("DiffKV: kernels ready after %.1f s", time.perf_counter() - began)
@@ -65,7 +65,7 @@ def compile_kernels(
 def warm_up(
     ops: TritonOps, state: PageState, policy: Policy, *, dtype: torch.dtype, scalings: Sequence[Scaling] = (),
     rotation: Rotation, copies: bool, queries: QueryCache | None = None, sinks: torch.dtype | None = None,
-    key_means: torch.Tensor | None = None, drafts: int = 0, tails: bool = False,
+    key_means: torch.Tensor | None = None, drafts: int = 0, trees: bool = False, tails: bool = False,
 ) -> None:  # fmt: skip
     """Compile all kernels, by launches that change nothing: no request has a new token and every row is empty.
 
@@ -73,8 +73,8 @@ def warm_up(
         dtype: of the model. scalings: of its layers; by default the usual one. rotation: what is rotated.
             copies: whether requests copy their prompts. queries: where decode steps keep theirs. sinks: the type of the
             layers' attention sinks, None if they have none. key_means: [L, H, head_dim], what is taken off keys.
-            drafts: of each request that a pass verifies; 0 without speculation. tails: whether prompts get tails
-            whatever the policy.
+            drafts: of each request that a pass verifies; 0 without speculation. trees: whether they are trees. tails:
+            whether prompts get tails whatever the policy.
     """
     fmt, device, heads = state.fmt, state.device, state.num_heads
     scalings = scalings or (usual_scaling(fmt.head_dim),)
@@ -105,6 +105,7 @@ def warm_up(
                     ops.extend(layer, *tokens, step, scaling, sink)
     if drafts:
         step = Step(one_row, zero, zero, zero, one, zero, zero, no_rows, no_rows, drafts, 1, (drafts,))
+        step.ancestors = none[:1] if trees else None
         for layer, scaling, sink in _kinds_of_layers(ops, state, scalings, sinks):
             ops.verify(layer, q[:1], key[:1], value[:1], step, scaling, sink)
         _warm_up_scores(ops, state, policy, q[:1], scalings)

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 
+from sglang_diffkv.attention.draft_trees import TreeLinks
 from sglang_diffkv.attention.mixed import MixedWrapper
 from sglang_diffkv.attention.verification import VerifyWrapper
 from sglang_diffkv.attention.wrappers import DecodeWrapper, ExtendWrapper
@@ -67,7 +68,7 @@ class DiffKVAttnBackend(AttentionBackend):
         self.drafts_mask: Any = None
         self.needs_cpu_seq_lens = not manager.drafts  # SGLang need not wait for what was accepted
         if manager.drafts:
-            self.verify = VerifyWrapper(ops, q_heads=manager.q_heads, **form)
+            self.verify = VerifyWrapper(ops, q_heads=manager.q_heads, longest_path=manager.longest_path, **form)
         self.new_tokens: ExtendWrapper | MixedWrapper | VerifyWrapper | None = self.extend
         """Of the pass that runs, where it is no decode step; None while SGLang captures graphs of a pass over prompts,
         which has no requests."""
@@ -131,7 +132,7 @@ class DiffKVAttnBackend(AttentionBackend):
         compile_kernels(
             ops, self.state, policy, dtype=dtype, scalings=scalings, rotation=self.extend.rotation, copies=copies,
             queries=self.decode.queries, sinks=sinks, key_means=self.decode.key_means, drafts=self.manager.drafts,
-            tails=tails,
+            trees=self.manager.longest_path > 0, tails=tails,
         )  # fmt: skip
         if self.manager.running is not None:
             self.manager.running.take_memory()
@@ -146,8 +147,8 @@ class DiffKVAttnBackend(AttentionBackend):
 
     @property
     def verify_mask(self) -> Any:
-        """Room for the mask that SGLang makes of drafts, which nothing reads here; without it SGLang would make one
-        over whole sequences in each pass."""
+        """Room for the mask that SGLang makes of drafts, which nothing reads here: links say what a tree is. Without it
+        SGLang would make one over whole sequences in each pass."""
         return self.drafts_mask
 
     def get_cuda_graph_seq_len_fill_value(self) -> int:
@@ -165,7 +166,7 @@ class DiffKVAttnBackend(AttentionBackend):
             return
         self.manager.launch_step()
         if self.verify is not None and forward_batch.forward_mode.is_target_verify():
-            self.verify.replayed(forward_batch.batch_size, self.manager.drafts)
+            self.verify.replayed(forward_batch.batch_size, self.manager.drafts, self._links(forward_batch))
 
     use_captured_forward_metadata_for_breakable_cuda_graph = True
     """Tells SGLang to call the next two instead of ``init_forward_metadata``. Graphs of a pass over prompts hold what
@@ -199,7 +200,7 @@ class DiffKVAttnBackend(AttentionBackend):
             self.verify.record(batch, self.manager.drafts, recorder)
 
     def update_verify_buffers_to_fill_after_draft(self, spec_info: Any, cuda_graph_bs: int | None) -> None:
-        """Nothing of a verification depends on the drafts' mask: they are chains."""
+        """For SGLang's stream that plans passes, which is refused: links of trees would come too late."""
 
     def init_forward_metadata_in_graph(self, forward_batch: Any) -> None:
         mode = forward_batch.forward_mode
@@ -222,7 +223,10 @@ class DiffKVAttnBackend(AttentionBackend):
             return
         if self.verify is not None and mode.is_target_verify():
             self.new_tokens = self.verify
-            self.verify.plan(rows, forward_batch.seq_lens, self.manager.drafts)
+            links = self._links(forward_batch)
+            if launched is not None and links is None and self.manager.longest_path:
+                raise RuntimeError("diffkv: SGLang verifies trees of drafts without their links")
+            self.verify.plan(rows, forward_batch.seq_lens, self.manager.drafts, links)
             return
         if launched is None or list(forward_batch.extend_seq_lens_cpu) != launched.new_tokens:
             raise RuntimeError("diffkv: SGLang runs a prefill that it did not schedule")
@@ -241,6 +245,13 @@ class DiffKVAttnBackend(AttentionBackend):
             self.decode.plan(rows[count:].clone(), forward_batch.seq_lens[count:].clone())
         self.new_tokens = self.mixed if launched.decoding else self.extend
         self.launched = launched
+
+    def _links(self, forward_batch: Any) -> TreeLinks | None:
+        """Of the drafts' trees; None for chains, and where a graph is captured."""
+        drafts = forward_batch.spec_info
+        if not self.manager.longest_path or drafts.retrieve_next_token is None:
+            return None
+        return TreeLinks(drafts.retrieve_next_token, drafts.retrieve_next_sibling)
 
     # Layers: ``torch.compile`` of a model (--enable-torch-compile) stops before each, and goes on behind it
 

@@ -80,7 +80,7 @@ class DiffKVPool(KVCache):
         return int(self.mem_usage * GIB) if self.manager else 0
 
     def move_kv_cache(self, *_: Any, **__: Any) -> None:
-        """What SGLang calls to gather the accepted nodes of a tree of drafts. Those of a chain are in their places."""
+        """What SGLang calls to gather the accepted drafts of a tree: ``VerifyWrapper.commit`` stores them in order."""
 
     def _no_buffer(self, *_: Any, **__: Any) -> Any:
         raise NotImplementedError(

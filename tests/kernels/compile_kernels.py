@@ -131,7 +131,7 @@ def start(
     less = key_means and rotation.keys and queries is None and sinks is None
     means = torch.zeros(2, heads, head_dim) if less else None
     planned: Any = Planned(scalings[0]) if len(scalings) == 1 and not all(attention_spans or (0,)) else None
-    for ragged in (None, planned):
+    for ragged, trees in ((None, False), (planned, not any(attention_spans))):
         ops.ragged, ops.has_sinks = ragged, sinks is not None
         warm_up(
             ops,
@@ -145,6 +145,7 @@ def start(
             sinks=sinks,
             key_means=means,
             drafts=DRAFTS if queries is None else 0,
+            trees=trees,
         )
     return manager, ops, {"rotation": rotation, "key_means": None if means is None else means[1]}
 
@@ -177,11 +178,11 @@ def call_again(
                 ops.extend(layer, q, key, value, step, scaling, sinks)
         ops.ragged = planned
     if manager.running is None:
-        chains = Step.chains(rows, prefix, DRAFTS)
+        trees = None if state.slides else torch.ones(batch * DRAFTS + 1, dtype=torch.int64)[1:]
         ahead = torch.zeros(batch * DRAFTS, 3 * heads + ops.q_heads, dim, dtype=torch.bfloat16)
         new = ahead[:, : ops.q_heads], ahead[:, -2 * heads : -heads], ahead[:, -heads:]
-        for layer in range(2):
-            ops.verify(layer, *new, chains, scaling, sinks)
+        for layer, ancestors in product(range(2), (None, trees)):
+            ops.verify(layer, *new, Step.verification(rows, prefix, DRAFTS, ancestors), scaling, sinks)
     ops.reserve(rows, lengths, 1)
     for number in (1, 16, 17):
         ops.attach(number + 1, number, number, 2 * number, kept_only=True)

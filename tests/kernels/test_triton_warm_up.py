@@ -49,7 +49,7 @@ def test_warm_up_changes_nothing(tiers: str, policy: Policy | None) -> None:
     means = torch.zeros(2, 2, 64, device=state.device) if rotated and queries is None else None
     warm_up(
         ops, state, policy, dtype=BF16, rotation=Rotation(rotated, rotated), copies=policy.compresses, queries=queries,
-        key_means=means, drafts=3 if queries is None else 0,
+        key_means=means, drafts=3 if queries is None else 0, trees=rotated,
     )  # fmt: skip
     for name in COUNTS:
         assert torch.equal(getattr(state, name), getattr(before, name)), name

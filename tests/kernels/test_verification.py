@@ -1,12 +1,14 @@
-"""Chains of drafts: they attend as decode would, and what is accepted is stored as decode steps store it."""
+"""Chains and trees of drafts: they attend as decode would, and what is accepted is stored as decode steps store it."""
 
 from __future__ import annotations
 
+import random
 from dataclasses import fields
 
 import pytest
 import torch
 
+from sglang_diffkv.attention.draft_trees import TreeLinks, ancestors_of
 from sglang_diffkv.attention.verification import VerifyWrapper
 from sglang_diffkv.attention.wrappers import DecodeWrapper
 from sglang_diffkv.kernels.rotate.fitted import NOT_FITTED, FittedRotation
@@ -31,10 +33,15 @@ from tests.kernels.triton_helpers import (
 from tests.policies import diffkv_policy
 
 GROUP, SCALING, DRAFTS = 2, Scaling(0.1), 3
+NODES = 7
+"""Drafts of a tree, of which a path has up to ``DRAFTS``."""
 RAW = UniformPolicy()
 
 
-def make(tiers: str, kind: str, policy: Policy | None = None, *, rotation=NO_ROTATION, means=None, fitted=NOT_FITTED):
+def make(
+    tiers: str, kind: str, policy: Policy | None = None, *, rotation=NO_ROTATION, means=None, fitted=NOT_FITTED,
+    longest_path=0,
+):  # fmt: skip
     """A manager with three rows, and its wrappers of decode and of verification."""
     layers, heads = (1, 1) if kind == "triton" else (2, 2)
     manager = make_manager(make_format(tiers), layers=layers, heads=heads, window=6, policy=policy)
@@ -48,17 +55,44 @@ def make(tiers: str, kind: str, policy: Policy | None = None, *, rotation=NO_ROT
     for row, length in ((1, 20), (2, 9), (3, 17)):
         add_prompt(manager, row, length, generator)
     more = {"rotation": rotation, "key_means": means, "fitted": fitted}
-    verify = VerifyWrapper(ops, q_heads=GROUP * heads, **more)
+    verify = VerifyWrapper(ops, q_heads=GROUP * heads, longest_path=longest_path, **more)
     return manager, DecodeWrapper(ops, **more), verify
 
 
-def drawn(manager, generator):
-    """Queries, keys and values of a chain for each of three requests, by layer."""
+def drawn(manager, generator, drafts=DRAFTS):
+    """Queries, keys and values of a chain or a tree for each of three requests, by layer."""
     state, layers = manager.state, []
     for _ in range(state.num_layers):
-        q = torch.randn(3 * DRAFTS, state.num_heads * GROUP, 64, generator=generator).to(DEVICE, BF16)
-        layers.append((q, *vectors(state, 3 * DRAFTS, generator)))
+        q = torch.randn(3 * drafts, state.num_heads * GROUP, 64, generator=generator).to(DEVICE, BF16)
+        layers.append((q, *vectors(state, 3 * drafts, generator)))
     return layers
+
+
+def tree(draw, count, deepest):
+    """The parent of each draft of a random tree, below which paths of ``deepest`` drafts end; -1 for the root."""
+    depth, parents = [1], [-1]
+    for node in range(1, count):
+        parents.append(node - 1 if node < deepest else draw.choice([x for x in range(node) if depth[x] < deepest]))
+        depth.append(depth[parents[-1]] + 1)
+    return parents
+
+
+def path_to(parents, node):
+    return [] if node < 0 else [*path_to(parents, parents[node]), node]
+
+
+def links_of(trees):
+    """As samplers get them: from each draft to its first child, and to the next one of the same parent."""
+    found = torch.full((2, len(trees), len(trees[0])), -1, device=DEVICE)
+    for number, parents in enumerate(trees):
+        last = {}
+        for node, parent in enumerate(parents):
+            if parent in last:
+                found[1, number, last[parent]] = node
+            elif parent >= 0:
+                found[0, number, parent] = node
+            last[parent] = node
+    return TreeLinks(*found)
 
 
 def room(manager, rows, count):
@@ -161,6 +195,93 @@ def check_commits(kind, tiers, policy, **form):
             assert all(torch.equal(got[layer][i * DRAFTS + n], out) for (layer, i, n), out in outs.items())
 
 
+@pytest.mark.parametrize("count", [1, 2, NODES, 64])
+def test_a_draft_sees_itself_and_what_it_continues(count):
+    draw = random.Random(count)
+    trees = [tree(draw, count, 1 + count // 2), tree(draw, count, count), tree(draw, count, min(count, 2))]
+    bits = ancestors_of(links_of(trees)).tolist()
+    for number, parents in enumerate(trees):
+        for node in range(count):
+            assert [j for j in range(count) if bits[number][node] >> j & 1] == path_to(parents, node)
+
+
+def test_a_draft_that_no_link_leads_to_sees_itself_alone():
+    links = links_of([tree(random.Random(1), NODES, 3)])
+    for links_of_a_kind in links:
+        links_of_a_kind.fill_(-1)
+    assert ancestors_of(links).tolist() == [[1 << node for node in range(NODES)]]
+
+
+@pytest.mark.parametrize("kind", ["reference", "triton"])
+@pytest.mark.parametrize(
+    ("tiers", "policy", "rotation"),
+    [
+        pytest.param("K8V4 K4V2", diffkv_policy(1.0, 0.0, 6), Rotation(True, True), id="two"),
+        pytest.param("K8V4 K4V2", diffkv_policy(1.0, 0.2, 6), NO_ROTATION, id="pruned", marks=pytest.mark.full),
+        pytest.param("BF16", RAW, NO_ROTATION, id="raw"),
+    ],
+)
+def test_the_accepted_path_of_a_tree_is_what_decode_steps_store(kind, tiers, policy, rotation):
+    """As if its drafts had been a chain, whatever else is in the tree."""
+    plain, decode, _ = make(tiers, kind, policy, rotation=rotation)
+    drafted, _, verify = make(tiers, kind, policy, rotation=rotation, longest_path=DRAFTS)
+    rows, generator, draw = [2, 3, 1], torch.Generator().manual_seed(5), random.Random(6)
+    rounds = [[2, 1, 3], [3, 3, 3], [1, 3, 2]]
+    for accepted in rounds if kind == "reference" else rounds[:1]:
+        trees = [tree(draw, NODES, DRAFTS) for _ in rows]
+        depths = [[len(path_to(x, node)) for node in range(NODES)] for x in trees]
+        ends = [
+            draw.choice([n for n in range(NODES) if x[n] == count])
+            for x, count in zip(depths, accepted, strict=True)
+        ]  # fmt: skip
+        paths = torch.full((3, DRAFTS), -1, dtype=torch.int32, device=DEVICE)
+        for number, (parents, end) in enumerate(zip(trees, ends, strict=True)):
+            found = path_to(parents, end)
+            paths[number, : len(found)] = number * NODES + torch.tensor(found)
+        layers = drawn(plain, generator, NODES)
+        chosen = paths.clamp(min=0).flatten()
+        chains = [[x[chosen] for x in tensors] for tensors in layers]
+        lengths = [plain.rows.length(row) for row in rows]
+        for manager in (plain, drafted):
+            room(manager, rows, DRAFTS)
+        outs = decode_steps(plain, decode, rows, lengths, accepted, chains)
+        ids, stored = torch.tensor(rows, device=DEVICE), torch.tensor(lengths, device=DEVICE)
+        verify.plan(ids, stored, NODES, links_of(trees))
+        verify.begin()
+        got = [verify.run(layer, *tensors, SCALING)[chosen] for layer, tensors in enumerate(layers)]
+        verify.commit(torch.tensor(accepted, device=DEVICE), path=paths)
+        for manager in (plain, drafted):
+            for row, length, count in zip(rows, lengths, accepted, strict=True):
+                manager.rows.accepted(row, length + count)
+            check_integrity(manager)
+        check_same(drafted, plain)
+        bound = 2e-2 if policy is RAW else 0.25  # decode reads what it has just quantised
+        for (layer, request, number), out in outs.items():
+            assert close(got[layer][request * DRAFTS + number], out) < bound
+            if kind == "reference" and policy is RAW:
+                assert torch.equal(got[layer][request * DRAFTS + number], out)
+
+
+@pytest.mark.parametrize(("tiers", "count"), [("K8V4 K4V2", NODES), ("BF16", 64)])
+def test_kernels_verify_trees_as_the_reference(tiers, count):
+    """Also where several programs share a tree's queries, and the largest of trees."""
+    manager, _, verify = make(tiers, "triton", longest_path=count)
+    reference = VerifyWrapper(ReferenceOps(manager.state, manager.policy), q_heads=GROUP, longest_path=count)
+    draw, rows, lengths = random.Random(count), [1, 3, 2], [20, 17, 9]
+    links = links_of([tree(draw, count, count), tree(draw, count, 3), tree(draw, count, 2)])
+    ((q, key, value),) = drawn(manager, torch.Generator().manual_seed(6), count)
+    outs = []
+    for wrapper in (verify, reference):
+        wrapper.plan(torch.tensor(rows, device=DEVICE), torch.tensor(lengths, device=DEVICE), count, links)
+        wrapper.begin()
+        outs.append(wrapper.run(0, q, key, value, SCALING))
+    assert not outs[1].isnan().any() and close(*outs) < 1e-2
+    chains = VerifyWrapper(ReferenceOps(manager.state, manager.policy), q_heads=GROUP)
+    chains.plan(torch.tensor(rows, device=DEVICE), torch.tensor(lengths, device=DEVICE), count)
+    chains.begin()
+    assert close(chains.run(0, q, key, value, SCALING), outs[1]) > 0.1, "they would see more"
+
+
 @pytest.mark.parametrize(("tiers", "splits"), [("K8V4 K4V2", 2), ("BF16", 16)])
 def test_kernels_verify_as_the_reference(tiers, splits, monkeypatch):
     """Also where programs that share a head's pages have several each, or none."""
@@ -179,29 +300,32 @@ def test_kernels_verify_as_the_reference(tiers, splits, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("tiers", "policy"),
+    ("tiers", "policy", "nodes"),
     [
-        pytest.param("K8V4 K4V2", diffkv_policy(1.0, 0.2, 6), id="two", marks=pytest.mark.full),
-        pytest.param("BF16", RAW, id="raw"),
+        pytest.param("K8V4 K4V2", diffkv_policy(1.0, 0.2, 6), DRAFTS, id="two", marks=pytest.mark.full),
+        pytest.param("BF16", RAW, DRAFTS, id="raw"),
+        pytest.param("BF16", RAW, NODES, id="trees"),
     ],
 )
-def test_what_a_graph_would_replay_reads_what_its_tensors_hold_then(tiers, policy):
+def test_what_a_graph_would_replay_reads_what_its_tensors_hold_then(tiers, policy, nodes):
     """A pass is planned and its commit recorded on padding alone, as for graphs. Launched again over other
-    rows and lengths in the same tensors, and fewer of them than there is room for, they verify and store those."""
+    rows, lengths and trees in the same tensors, and fewer of them than there is room for, they verify and store
+    those."""
+    form = {"longest_path": 0 if nodes == DRAFTS else DRAFTS}
     plain, decode, _ = make(tiers, "triton", policy)
-    drafted, _, verify = make(tiers, "triton", policy)
+    drafted, _, verify = make(tiers, "triton", policy, **form)
     size, generator, recorded = 4, torch.Generator().manual_seed(9), []
     ids, stored = (
         torch.zeros(size, dtype=torch.int64, device=DEVICE),
         torch.ones(size, dtype=torch.int64, device=DEVICE),
     )
     before = clone_state(drafted.state)
-    verify.prepare_graphs(size, DRAFTS)
-    verify.plan(ids, stored, DRAFTS)
+    verify.prepare_graphs(size, nodes)
+    verify.plan(ids, stored, nodes)
 
     def launch(layers):
         verify.begin()
-        padded = [[torch.cat([x, x.new_zeros(DRAFTS, *x.shape[1:])]) for x in tensors] for tensors in layers]
+        padded = [[torch.cat([x, x.new_zeros(nodes, *x.shape[1:])]) for x in tensors] for tensors in layers]
         return [verify.run(layer, *tensors, SCALING) for layer, tensors in enumerate(padded)]
 
     def recorder(launches):
@@ -209,20 +333,26 @@ def test_what_a_graph_would_replay_reads_what_its_tensors_hold_then(tiers, polic
         recorded.append(launches)
         return lambda: recorded[0]()
 
-    launch(drawn(drafted, generator))
-    verify.record(size, DRAFTS, recorder)
+    launch(drawn(drafted, generator, nodes))
+    verify.record(size, nodes, recorder)
     for name in ("pages", "entries", "own_tokens", "write_slot", "hole", "refcount"):
         mine, theirs = (getattr(x, name).view(torch.uint8) for x in (drafted.state, before))
         assert torch.equal(mine, theirs), f"padding changed {name}"
     rows, lengths, accepted = [2, 3, 1], [9, 17, 20], [2, 1, 3]
-    layers = drawn(plain, generator)
+    layers = drawn(plain, generator, nodes)
+    trees = [tree(random.Random(number), nodes, DRAFTS) for number in range(3)]  # chains where there is no other
+    places = torch.tensor([path_to(parents, DRAFTS - 1) for parents in trees], device=DEVICE)
+    places += nodes * torch.arange(3, device=DEVICE).unsqueeze(1)
+    chosen = places.flatten()
     for manager in (plain, drafted):
         room(manager, rows, DRAFTS)
-    outs = decode_steps(plain, decode, rows, lengths, accepted, layers)
+    outs = decode_steps(plain, decode, rows, lengths, accepted, [[x[chosen] for x in tensors] for tensors in layers])
     ids[:3], stored[:3] = torch.tensor(rows), torch.tensor(lengths)
-    got = launch(layers)
-    verify.replayed(size, DRAFTS)
-    verify.commit(torch.tensor(accepted, device=DEVICE))
+    more = {} if nodes == DRAFTS else {"path": places}
+    verify.replayed(size, nodes, links_of(trees) if more else None)
+    got = [x[chosen] for x in launch(layers)]
+    verify.replayed(size, nodes)
+    verify.commit(torch.tensor(accepted, device=DEVICE), **more)
     assert len(recorded) == 1
     for manager in (plain, drafted):
         for row, length, count in zip(rows, lengths, accepted, strict=True):

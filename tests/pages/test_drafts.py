@@ -1,4 +1,4 @@
-"""Chains of drafts at random: bounds are never optimistic, whenever the host hears of what was accepted."""
+"""Chains and trees of drafts at random: bounds are never optimistic, whenever the host hears of what was accepted."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from collections import deque
 import pytest
 import torch
 
+from sglang_diffkv.attention.draft_trees import TreeLinks
 from sglang_diffkv.attention.verification import VerifyWrapper
 from sglang_diffkv.kernels.append.reference import append
 from sglang_diffkv.layout.geometry import Geometry
@@ -32,15 +33,33 @@ def prompt(manager: PageManager, row: int, length: int, generator: torch.Generat
     manager.prompts.end(row)
 
 
+def chains_of(nodes: int, longest: int) -> torch.Tensor:
+    """Links [2, 1, nodes] of a tree whose root has chains of ``longest - 1`` drafts behind it."""
+    first, sibling = torch.arange(1, nodes + 1), torch.full((nodes,), -1)
+    heads = torch.arange(1, nodes, longest - 1)
+    first[heads[1:] - 1] = first[-1] = -1
+    sibling[heads[:-1]] = heads[1:]
+    return torch.stack([first, sibling]).unsqueeze(1)
+
+
 @pytest.mark.parametrize("late", [0, 1], ids=["in order", "a pass late"])
-@pytest.mark.parametrize("drafts", [2, 7])
-def test_random_chains(drafts: int, late: int) -> None:
+@pytest.mark.parametrize(("drafts", "nodes"), [(2, 0), (7, 0), (3, 9)])
+def test_random_drafts(drafts: int, nodes: int, late: int) -> None:
+    """Chains of ``drafts``, or trees of ``nodes`` of which a path has up to as many."""
     fmt = PageFormat(64, 64, (Tier(8, 4), Tier(4, 2)), 4)
     geometry = Geometry(
-        fmt, 2, 2, num_pages=180 if drafts == 7 else 130, num_rows=ROWS + 1, num_segments=4, max_tokens=200 + 2 * drafts
+        fmt,
+        2,
+        2,
+        num_pages={2: 130, 3: 100, 7: 180}[drafts],
+        num_rows=ROWS + 1,
+        num_segments=4,
+        max_tokens=200 + 2 * drafts,
     )
-    manager = PageManager(geometry, diffkv_policy(1.0, 0.05, 8), drafts=drafts, high_rows=True)
-    verify = VerifyWrapper(manager.ops, q_heads=2)
+    form = {"drafts": nodes, "longest_path": drafts} if nodes else {"drafts": drafts}
+    manager = PageManager(geometry, diffkv_policy(1.0, 0.05, 8), **form, high_rows=True)
+    verify = VerifyWrapper(manager.ops, q_heads=2, longest_path=manager.longest_path)
+    links = TreeLinks(*chains_of(nodes, drafts)) if nodes else None
     draw, generator = random.Random(drafts + late), torch.Generator().manual_seed(1)
     unheard: deque[dict[int, int]] = deque()  # accepted by the device, and not known to the host
     true: dict[int, int] = {}
@@ -72,13 +91,19 @@ def test_random_chains(drafts: int, late: int) -> None:
         manager.plan_verification(rows)
         manager.launch_step()
         ids = torch.tensor(rows)
-        verify.plan(ids, torch.tensor([true[row] for row in rows]), drafts)
+        trees = None if links is None else TreeLinks(*(x.expand(len(rows), nodes) for x in links))
+        verify.plan(ids, torch.tensor([true[row] for row in rows]), manager.drafts, trees)
         verify.begin()
         for layer in range(2):
-            q, key, value = torch.randn(3, len(rows) * drafts, 2, 64, generator=generator).bfloat16()
+            q, key, value = torch.randn(3, len(rows) * manager.drafts, 2, 64, generator=generator).bfloat16()
             verify.run(layer, q, key, value, Scaling(0.2))
         accepted = [draw.randint(1, drafts) for _ in rows]
-        verify.commit(torch.tensor(accepted))
+        path = None
+        if nodes:
+            branch = torch.tensor([draw.randrange(0, nodes - drafts + 1, drafts - 1) for _ in rows]).unsqueeze(1)
+            path = (torch.arange(drafts) + branch).where(torch.arange(drafts) > 0, 0)
+            path += nodes * torch.arange(len(rows)).unsqueeze(1)
+        verify.commit(torch.tensor(accepted), path=path)
         for row, count in zip(rows, accepted, strict=True):
             true[row] += count
         unheard.append(dict(zip(rows, accepted, strict=True)))

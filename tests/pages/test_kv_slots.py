@@ -90,8 +90,10 @@ def requests_of(drafts: int, free: int, tree: Any) -> RequestLifecycle:
     """A manager's stub, in whose table everybody has room, with ``free`` KV slots."""
     space = SimpleNamespace(refused=lambda rows, step_tokens: {})
     counts = SimpleNamespace(step_tokens=drafts or 1)
-    manager = SimpleNamespace(drafts=drafts, space=space, counts=counts, running=None, transfer=None)
-    ledger = SimpleNamespace(manager=manager, kv_slots_free=lambda: free, uncommitted_kv_slots=lambda: free)
+    manager = SimpleNamespace(space=space, counts=counts, running=None, transfer=None)
+    ledger = SimpleNamespace(
+        manager=manager, draft_slots=drafts, kv_slots_free=lambda: free, uncommitted_kv_slots=lambda: free
+    )
     requests = RequestLifecycle(ledger)  # type: ignore[arg-type]
     if tree is not None:
         requests.connect(tree, Parts(), AdmissionRule(requests.ledger))

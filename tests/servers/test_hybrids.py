@@ -86,6 +86,10 @@ def test_drafts_beside_states_need_no_prefix_cache(alone: bool, monkeypatch: pyt
         hybrid.server_args.speculative_algorithm = "NEXTN"
         assert "use NGRAM" in next(hybrid_problems(hybrid))
         hybrid.server_args.speculative_algorithm = "NGRAM"
+        hybrid.server_args.speculative_ngram_max_bfs_breadth = 10
+        (trees,) = hybrid_problems(hybrid)
+        assert "trees of drafts beside layers with states" in trees and "max-bfs-breadth 1" in trees
+        hybrid.server_args.speculative_ngram_max_bfs_breadth = 1
         hybrid.mambaish_config = SimpleNamespace(full_attention_layer_ids=[3, 7])
         (other,) = hybrid_problems(hybrid)
         assert "states other than those of a gated delta rule" in other

@@ -132,15 +132,22 @@ def _args(**changes: object) -> SimpleNamespace:
     return SimpleNamespace(**{**fields, **changes})
 
 
+EAGLE_TREES = {
+    "speculative_algorithm": "EAGLE3", "speculative_eagle_topk": 4, "speculative_num_steps": 5,
+    "speculative_num_draft_tokens": 64,
+}  # fmt: skip
+
+
 @pytest.mark.parametrize(
     ("changes", "name"),
     [
         ({"kv_cache_dtype": "fp8_e4m3"}, "--kv-cache-dtype fp8_e4m3"),
         ({"speculative_algorithm": "DFLASH"}, "--speculative-algorithm DFLASH"),
-        ({"speculative_algorithm": "EAGLE3", "speculative_eagle_topk": 4}, "trees of drafts: add --speculative-eagle"),
+        ({**EAGLE_TREES, "speculative_num_draft_tokens": 65}, "--speculative-num-draft-tokens 65: use 2 to 64"),
+        ({**EAGLE_TREES, "speculative_num_steps": 16}, "--speculative-num-steps 16: use up to 15"),
+        ({**EAGLE_TREES, "page_size": 16}, "--page-size 16 with trees of drafts: .* add --speculative-eagle-topk 1"),
         ({"speculative_algorithm": "STANDALONE", "speculative_adaptive": True}, "--speculative-adaptive"),
         ({"speculative_algorithm": "EAGLE", "kv_canary": "raise"}, "--kv-canary with a draft model"),
-        ({"speculative_algorithm": "NGRAM", "speculative_ngram_max_bfs_breadth": 10}, "trees of drafts: add --spec"),
         ({"speculative_algorithm": "NGRAM", "speculative_ngram_external_sam_budget": 3}, "an external corpus"),
         ({"speculative_algorithm": "NGRAM", "speculative_num_draft_tokens": 17}, "--speculative-num-draft-tokens 17"),
         ({"enable_hierarchical_cache": True, "kv_canary": "log"}, "--enable-hierarchical-cache with --kv-canary"),
@@ -157,6 +164,7 @@ def _args(**changes: object) -> SimpleNamespace:
 def test_server_options_are_refused_by_name(changes: dict[str, object], name: str) -> None:
     check_server_args(_args())
     check_server_args(_args(tp_size=2))
+    check_server_args(_args(**EAGLE_TREES))
     with pytest.raises(UnsupportedError, match=name):
         check_server_args(_args(**changes))
 
@@ -592,9 +600,10 @@ def test_all_reasons_of_a_model_with_windows_are_told_before_it_is_loaded(tmp_pa
     output = _launch(
         *("--attention-backend", "diffkv", "--diffkv-config", json.dumps(policy)),
         *("--speculative-algorithm", "NGRAM", "--speculative-num-draft-tokens", "4"),
+        *("--speculative-ngram-external-sam-budget", "2"),
         model=tmp_path,
     )
-    assert "--speculative-ngram-max-bfs-breadth" in output
+    assert "--speculative-ngram-external-sam-budget" in output
     assert "policy zipage scores the heads of all layers as a whole" in output
     assert "holds requests to a budget" in output and "sliding window with speculative decoding" in output
     assert "Traceback" not in output and "Load weight" not in output

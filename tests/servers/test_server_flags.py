@@ -13,6 +13,8 @@ from sglang.srt.server_args import ServerArgs
 from benchmarks.paths import NANO
 from sglang_diffkv.config import UNTRIED_ENV, DiffKVConfig
 from sglang_diffkv.errors import UnsupportedError
+from sglang_diffkv.srt.models.speculation import CHAIN as CHAIN_OPTIONS
+from sglang_diffkv.srt.models.speculation import MODEL_CHAIN
 from sglang_diffkv.srt.startup import launch
 from sglang_diffkv.srt.startup.server_flags import REFUSED, OnlyWith, Refused, flags
 from sglang_diffkv.srt.startup.supported_flags import WORKS
@@ -72,11 +74,9 @@ REFUSED_VALUES: dict[str, Any] = {
     "decode_attention_backend": "triton",
     "kv_cache_dtype": "fp8_e4m3",
     "speculative_algorithm": "DFLASH",
-    "speculative_ngram_min_bfs_breadth": 2,
-    "speculative_ngram_max_bfs_breadth": 10,
     "speculative_ngram_external_sam_budget": 3,
     "speculative_num_draft_tokens": 17,
-    "speculative_eagle_topk": 4,
+    "speculative_num_steps": 16,
     "speculative_draft_attention_backend": "diffkv",
     "decoupled_spec_role": "drafter",
     "uno_lora_path": "adapter",
@@ -106,11 +106,9 @@ REFUSED_VALUES: dict[str, Any] = {
 """For the fields that are no switches."""
 
 CHAINS = {
-    "speculative_ngram_min_bfs_breadth": 1,
-    "speculative_ngram_max_bfs_breadth": 1,
     "speculative_ngram_external_sam_budget": 0,
     "speculative_num_draft_tokens": 4,
-    "speculative_eagle_topk": 1,
+    "speculative_num_steps": 3,
     "speculative_adaptive": False,
     "speculative_draft_attention_backend": "triton",
 }
@@ -136,12 +134,13 @@ def test_each_refusal_says_what_to_do(name, monkeypatch):
         also = {"enable_hierarchical_cache": True}
         check_server_args(_args(**also))
     if name in CHAINS or name == "enable_mixed_chunk":
-        also = {**CHAINS, "speculative_algorithm": "NGRAM" if name.startswith("speculative_n") else "EAGLE"}
+        also = {**CHAINS, "speculative_algorithm": "NGRAM" if "ngram" in name else "EAGLE"}
         check_server_args(_args(**also))
         also.pop(name, None)
+    args = _args(**{name: value}, **also)
     with pytest.raises(UnsupportedError) as refusal:
-        check_server_args(_args(**{name: value}, **also))
-    assert REFUSED[name].why.format(value=value) in str(refusal.value)
+        check_server_args(args)
+    assert REFUSED[name].why.format(value=value, found=REFUSED[name].when(value, args)) in str(refusal.value)
 
 
 @pytest.mark.parametrize("dtype", ["auto", "bf16", "bfloat16"])
@@ -156,6 +155,7 @@ def test_states_may_be_kept_otherwise_where_the_prefix_cache_keeps_none():
 
 
 CHAIN = {"speculative_eagle_topk": 1, "speculative_num_draft_tokens": 4}
+TREE = {"speculative_eagle_topk": 4, "speculative_num_steps": 5, "speculative_num_draft_tokens": 8}
 N_GRAMS = {"speculative_ngram_min_bfs_breadth": 1, "speculative_ngram_max_bfs_breadth": 1}
 
 
@@ -180,6 +180,20 @@ def test_drafts_are_refused_on_a_gpu_until_they_were_run_there(drafts_on_a_gpu, 
         check_server_args(_args(device="cuda", speculative_algorithm="STANDALONE", **CHAIN))
     monkeypatch.setenv(UNTRIED_ENV, "1")
     check_server_args(_args(device="cuda", **heads))
+
+
+@pytest.mark.parametrize(
+    ("drafts", "chain"),
+    [({"speculative_algorithm": "NGRAM"}, CHAIN_OPTIONS), ({"speculative_algorithm": "EAGLE", **TREE}, MODEL_CHAIN)],
+)
+def test_trees_of_drafts_are_refused_on_a_gpu_until_they_were_run_there(drafts, chain, drafts_on_a_gpu, monkeypatch):
+    """N-grams draft trees by default."""
+    check_server_args(_args(device="cpu", **drafts))
+    monkeypatch.setattr("sglang_diffkv.srt.startup.validation.TREES_GPU_VERSIONS", ())
+    with pytest.raises(UnsupportedError, match=rf"trees of drafts on a GPU.*add {chain}, or set {UNTRIED_ENV}=1"):
+        check_server_args(_args(device="cuda", **drafts))
+    monkeypatch.setattr("sglang_diffkv.srt.startup.validation.TREES_GPU_VERSIONS", TESTED_VERSIONS)
+    check_server_args(_args(device="cuda", **drafts))
 
 
 def test_a_release_that_was_not_run_on_a_gpu_is_refused_there_but_to_who_wants_to_try(monkeypatch):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
+import requests
 
 from benchmarks import splits
 from benchmarks.paths import NANO
@@ -26,6 +27,9 @@ STOCK = {"SGLANG_PLUGINS": "none"}
 CHUNKS = {"chunks of 128": ("--chunked-prefill-size", "128"), "whole": ()}
 """Some of the prompts are longer than 128 tokens, so the first runs them in both ways."""
 NGRAMS = (*["--speculative-algorithm", "NGRAM", "--speculative-num-draft-tokens", "5"], *CHAIN.split())
+CONTEXT = 1024
+TREES = ("--speculative-algorithm", "NGRAM", "--speculative-num-draft-tokens", "8", "--context-length", str(CONTEXT))
+"""SGLang's default: up to 10 proposals behind a token."""
 SHARED = 4
 """Prompts over one prefix."""
 
@@ -93,6 +97,28 @@ def test_chains_of_drafts_give_stock_tokens(
     assert server.server_info()["internal_states"][0]["avg_spec_accept_length"] > 1.05, "some drafts are right"
 
 
+def test_trees_of_drafts_give_stock_tokens(
+    prompts: list[list[int]], chunks: tuple[str, ...], stock: list[Record], server_of: Callable[..., Server]
+) -> None:
+    server = server_of("diffkv", (*chunks, *TREES), config=LOSSLESS, env=STRICT)
+    check_tokens(_tokens(_ask(server, prompts, 16)), stock, "batch of 16")
+    check_tokens(_tokens(_ask(server, prompts[:2])), stock[:2], "one at a time, over prefix hits")
+    assert server.server_info()["internal_states"][0]["avg_spec_accept_length"] > 1.05, "some drafts are right"
+
+
+def test_drafts_at_the_end_of_the_context_are_their_request_s_alone(
+    prompts: list[list[int]], chunks: tuple[str, ...], stock: list[Record], server_of: Callable[..., Server]
+) -> None:
+    """SGLang sets KV slots aside for the drafts of two passes, and they are past what a request may have."""
+    server = server_of("diffkv", (*chunks, *TREES), config=LOSSLESS, env=STRICT)
+    ids = [token for prompt in prompts for token in prompt][: CONTEXT - 12]
+    parameters = {"max_new_tokens": CONTEXT - len(ids) - 1, "ignore_eos": True, "temperature": 0}
+    url, body = f"{server.url}/generate", {"input_ids": ids, "sampling_params": parameters}
+    answer = requests.post(url, json=body, timeout=120)
+    assert answer.status_code == 200 and answer.json()["meta_info"]["finish_reason"]["type"] == "length", answer.text
+    check_tokens(_tokens(_ask(server, prompts[:1])), stock[:1], "behind it")
+
+
 def test_drafts_of_a_model_give_stock_tokens(
     prompts: list[list[int]], chunks: tuple[str, ...], stock: list[Record], server_of: Callable[..., Server]
 ) -> None:
@@ -101,4 +127,14 @@ def test_drafts_of_a_model_give_stock_tokens(
     server = server_of("diffkv", args, config=LOSSLESS, env=STRICT)
     check_tokens(_tokens(_ask(server, prompts[:6], 6)), stock[:6], "batch of 6")
     check_tokens(_tokens(_ask(server, prompts[:2])), stock[:2], "one at a time, over prefix hits")
+    assert server.server_info()["internal_states"][0]["avg_spec_accept_length"] > 2
+
+
+def test_trees_of_a_model_give_stock_tokens(
+    prompts: list[list[int]], chunks: tuple[str, ...], stock: list[Record], server_of: Callable[..., Server]
+) -> None:
+    """Of many drafts, three behind each, so that the likeliest tokens of the model itself are among them."""
+    args = (*chunks, *model_drafts("STANDALONE", NANO, branches=3, drafts=9), "--decode-log-interval", "2")
+    server = server_of("diffkv", args, config=LOSSLESS, env=STRICT)
+    check_tokens(_tokens(_ask(server, prompts[:6], 6)), stock[:6], "batch of 6")
     assert server.server_info()["internal_states"][0]["avg_spec_accept_length"] > 2

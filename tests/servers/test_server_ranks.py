@@ -42,6 +42,7 @@ pytestmark = [pytest.mark.server, pytest.mark.timeout(1800)]
 LOSSLESS = {"tiers": ["BF16"]}
 ROOM = ("--max-total-tokens", "40000")
 """Not a whole GPU."""
+NGRAM_TREES = ("--speculative-algorithm", "NGRAM", "--speculative-num-draft-tokens", "8")
 NGRAMS = ("--speculative-algorithm", "NGRAM", "--speculative-num-draft-tokens", "5", *CHAIN.split())
 SMALL = ("--max-total-tokens", "800", "--schedule-conservativeness", "0.1")
 
@@ -110,7 +111,11 @@ def test_two_ranks_bring_back_what_the_pool_has_lost(tmp_path: Path, serve: Call
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("drafts", [NGRAMS, model_drafts("STANDALONE", NANO)], ids=["n-grams", "a draft model"])
+@pytest.mark.parametrize(
+    "drafts",
+    [NGRAMS, NGRAM_TREES, model_drafts("STANDALONE", NANO)],
+    ids=["n-grams", "trees", "a draft model"],
+)
 def test_two_ranks_accept_the_same_drafts(drafts: tuple[str, ...], serve: Callable[..., Server]) -> None:
     """Stock's tokens, and in a small pool with two tiers no rank decides otherwise than the other."""
     prompts = _ids(reference.select(splits.load("dev"), levels=["easy", "medium"], n=6, seed=3))

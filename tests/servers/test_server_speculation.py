@@ -24,12 +24,13 @@ from tests.servers.shared import STRICT, tokens
 
 pytestmark = [pytest.mark.server, pytest.mark.full]
 
+NGRAM_TREES = ("--speculative-algorithm", "NGRAM", "--speculative-num-draft-tokens", "8")
 NGRAMS = ("--speculative-algorithm", "NGRAM", "--speculative-num-draft-tokens", "6", *CHAIN.split())
 
 
 def tiers(drafts: tuple[str, ...]) -> dict[str, Any]:
     """A configuration; n-grams are tried with pruning too, which is refused with a draft model."""
-    low = 0.02 if drafts == NGRAMS else 0.0
+    low = 0.02 if "NGRAM" in drafts else 0.0
     return {"page_tokens": 8, "policy": {"name": "diffkv", "alpha_high": 1.0, "alpha_low": low, "window": 16}}
 
 
@@ -41,16 +42,18 @@ def prompts() -> list[list[int]]:
     return [x for x in found if len(x) < 700]
 
 
-@pytest.fixture(scope="module", params=["NGRAM", "STANDALONE", "EAGLE"])
+@pytest.fixture(scope="module", params=["NGRAM", "STANDALONE", "EAGLE", "NGRAM trees", "EAGLE trees"])
 def drafts(request: pytest.FixtureRequest, prompts: list[list[int]], tmp_path_factory: Any) -> tuple[str, ...]:
     """Arguments of a server that drafts so."""
-    if request.param == "NGRAM":
-        return NGRAMS
+    if request.param.startswith("NGRAM"):
+        return NGRAMS if request.param == "NGRAM" else NGRAM_TREES
     if request.param == "STANDALONE":
         return model_drafts("STANDALONE", NANO)
     folder = tmp_path_factory.mktemp("eagle")
     make_eagle(folder, prompts)
-    return model_drafts("EAGLE", folder)
+    if request.param == "EAGLE":
+        return model_drafts("EAGLE", folder)
+    return model_drafts("EAGLE", folder, branches=3, drafts=8)
 
 
 def _post(server: Server, path: str, body: dict[str, Any]) -> requests.Response:

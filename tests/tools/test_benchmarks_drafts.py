@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from benchmarks.quality import drafts, identity
 
 
@@ -22,13 +24,14 @@ def test_every_stage_runs_whatever_becomes_of_the_ones_before(monkeypatch):
     assert asked == [(eager, "EAGLE3", "4"), (eager, "NGRAM", "1"), (often, "EAGLE3", "4"), (often, "NGRAM", "1")]
 
 
-def test_chains_are_served_as_they_are_asked_for():
+@pytest.mark.parametrize(("branches", "count"), [(1, 6), (4, 11)])
+def test_drafts_are_served_as_they_are_asked_for(branches, count):
     from types import SimpleNamespace
 
     from sglang_diffkv.srt.startup.server_flags import refusals
 
-    words = drafts.draft_args("STANDALONE", "model", 5).split()
+    words = drafts.draft_args("STANDALONE", "model", 5, branches).split()
     given = {words[i][2:].replace("-", "_"): words[i + 1] for i in range(0, len(words), 2)}
     numbers = {name: int(x) if x.isdigit() else x for name, x in given.items()}
-    assert numbers["speculative_num_draft_tokens"] == 6
+    assert numbers["speculative_num_draft_tokens"] == count and numbers["speculative_eagle_topk"] == branches
     assert refusals(SimpleNamespace(attention_backend="diffkv", device="cpu", **numbers)) == []

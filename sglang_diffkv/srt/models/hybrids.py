@@ -11,7 +11,7 @@ from typing import Any
 from sglang_diffkv.config import read_config
 from sglang_diffkv.errors import UnsupportedError
 from sglang_diffkv.releases import seen_on_gpu
-from sglang_diffkv.srt.models.speculation import drafts_by_model, drafts_of
+from sglang_diffkv.srt.models.speculation import CHAIN, MODEL_CHAIN, drafts_by_model, drafts_of, drafts_trees
 from sglang_diffkv.srt.versions import compat
 from sglang_diffkv.srt.versions.places import sglang_class
 
@@ -76,6 +76,11 @@ def _with_drafts(configurator: Any, args: Any) -> Iterator[str]:
         yield (
             "states other than those of a gated delta rule (Qwen3-Next, Qwen3.5), which were not tried with drafts; "
             "drop --speculative-algorithm"
+        )
+    if drafts_trees(args):
+        yield (
+            "trees of drafts beside layers with states, of which SGLang keeps those behind the drafts of a chain; add "
+            + (MODEL_CHAIN if drafts_by_model(args) else CHAIN)
         )
     if configurator.device == "cpu" and drafts_by_model(args):
         yield "drafts of a model beside layers with states on a CPU, where SGLang's own fail too; use NGRAM"

@@ -1,7 +1,7 @@
 """Speculative decoding: which settings of SGLang's are served, and its workers over pages.
 
-A pass verifies a *chain* of drafts of each request: the token sampled last and the ``k - 1`` that its n-grams, or a
-draft model, propose.
+A pass verifies drafts of each request: the token sampled last and the ``k - 1`` that its n-grams, or a draft model,
+propose. They form a *chain*, each behind the one before, or a *tree*, in which one may have several behind it.
 Drafts stay outside the pages until the sampler has accepted them (``VerifyWrapper``), so nothing is rolled back.
 """
 
@@ -29,8 +29,10 @@ DRAFTS_GPU_VERSIONS = seen_on_gpu("drafts")
 """Versions of SGLang with which they did."""
 USUAL_DRAFTS = 12
 """SGLang's number where none is given."""
+TREES_GPU_VERSIONS = seen_on_gpu("trees of drafts")
+"""Versions of SGLang with which trees of drafts did."""
 MOST_DRAFTS = 16
-"""Tokens that a pass verifies of a request at most."""
+"""Tokens that a pass verifies of a request at most in a chain, or on a path of a tree."""
 
 
 def algorithm_of(args: Any) -> str:
@@ -44,33 +46,73 @@ def drafts_by_model(args: Any) -> bool:
 
 
 def drafts_of(args: Any) -> int:
-    """Tokens of a chain, 0 without speculation."""
+    """Tokens of a chain or a tree, 0 without speculation."""
     if not algorithm_of(args):
         return 0
     return int(getattr(args, "speculative_num_draft_tokens", None) or USUAL_DRAFTS)
 
 
+def _branches(args: Any) -> int:
+    """Drafts that may be behind one draft; 0 if that does not depend on SGLang's options."""
+    if algorithm_of(args) == NGRAM:
+        names = ("speculative_ngram_min_bfs_breadth", "speculative_ngram_max_bfs_breadth")
+        return max(int(getattr(args, name, None) or 0) for name in names)
+    return int(getattr(args, "speculative_eagle_topk", None) or 0) if drafts_by_model(args) else 0
+
+
+def drafts_trees(args: Any) -> bool:
+    """Whether drafts form trees."""
+    return _branches(args) > 1
+
+
+def longest_path(args: Any) -> int:
+    """Tokens of a tree that a pass accepts at most: those of a path from the root, the token sampled last. 0 for
+    chains."""
+    if not drafts_trees(args):
+        return 0
+    steps = int(getattr(args, "speculative_num_steps", None) or 0) if drafts_by_model(args) else 0
+    return min(steps + 1, drafts_of(args)) if steps else drafts_of(args)
+
+
+def most_accepted(args: Any) -> int:
+    """Tokens of a request that a pass accepts at most, 0 without speculation."""
+    return longest_path(args) or drafts_of(args)
+
+
+def draft_slots(args: Any) -> int:
+    """KV slots that SGLang sets aside for a request's drafts in a pass. A draft model stores more of them than the
+    tree has that is verified."""
+    steps = int(getattr(args, "speculative_num_steps", None) or 0)
+    branches = int(getattr(args, "speculative_eagle_topk", None) or 0)
+    return max(steps * branches, drafts_of(args)) if drafts_of(args) else 0
+
+
 def draft_room(args: Any) -> int:
-    """Tokens for which a row's table has room beside its sequence: drafts of two passes, which are bounds until the
-    counts are known."""
-    return 2 * drafts_of(args)
+    """Tokens for which a row's table has room beside its sequence: what two passes may accept, which are bounds until
+    the counts are known."""
+    return 2 * most_accepted(args)
 
 
 def longest_row(context: int, args: Any) -> int:
-    """Tokens of a row at most, for a model of this context length: SGLang's table of requests has room for a pass's
-    drafts too."""
-    return context + compat.CONTEXT_SLACK + drafts_of(args) + draft_room(args)
+    """Tokens of a row at most, for a model of this context length."""
+    return context + table_slack(args) + draft_room(args)
+
+
+def table_slack(args: Any) -> int:
+    """KV slots behind the longest sequence, for which SGLang's table of requests has room: it writes those of two
+    passes there."""
+    return compat.CONTEXT_SLACK + 2 * draft_slots(args)
 
 
 def check_drafts(config: DiffKVConfig, attention_spans: Sequence[int] = (), *, by_model: bool = False) -> None:
     """Refuse what is not served with drafts, all of it at once: of a configuration, or a model with layers of these
     ``attention_spans``. ``by_model``: a model makes the drafts."""
-    problems = list(_unlike_chains(config, attention_spans, by_model))
+    problems = list(_not_with_drafts(config, attention_spans, by_model))
     if problems:
         raise UnsupportedError("--attention-backend diffkv does not work with " + "; and not with ".join(problems))
 
 
-def _unlike_chains(config: DiffKVConfig, attention_spans: Sequence[int], by_model: bool) -> Iterator[str]:
+def _not_with_drafts(config: DiffKVConfig, attention_spans: Sequence[int], by_model: bool) -> Iterator[str]:
     if config.prefix_fidelity == "exact":
         yield '"prefix_fidelity": "exact" with speculative decoding: use "compressed"'
     if config.build_policy().running is not None:
@@ -90,10 +132,10 @@ def paged_backend(runner: Any) -> Any:
     return getattr(runner.attn_backend, "full_attn_backend", runner.attn_backend)
 
 
-def chain_worker(worker: type, *, ngram: bool) -> type:
+def draft_worker(worker: type, *, ngram: bool) -> type:
     """SGLang's worker that drafts and verifies, over pages. ``ngram``: whether it is the one of n-grams."""
 
-    class ChainWorker(worker):
+    class DraftWorker(worker):
         def init_cuda_graphs(self) -> None:
             super().init_cuda_graphs()
             target = self.target_worker.model_runner
@@ -107,17 +149,20 @@ def chain_worker(worker: type, *, ngram: bool) -> type:
                 # Grammars under overlap scheduling: SGLang looks at the last results between a pass's plan and its
                 # launch, and of a request that ended with them the row is released already.
                 left = [index for index, req in enumerate(batch.reqs) if compat.row_of(req) is None]
-                paged_backend(self.target_worker.model_runner).verify.commit(result.accept_lens, left)
+                verify = paged_backend(self.target_worker.model_runner).verify
+                verify.commit(result.accept_lens, left, batch.diffkv_path if verify.longest_path else None)
             return result
 
-    class NgramWorker(ChainWorker):
+    class NgramWorker(DraftWorker):
         def _prepare_draft_tokens(self, batch: Any) -> tuple[np.ndarray, np.ndarray]:
-            """Where the n-grams have too few proposals, SGLang fills up with tokens 0 behind the first one. Here each
-            token follows the one before it, so that any of them is scored at the position where it stands."""
-            drafts, _ = super()._prepare_draft_tokens(batch)
+            """Where the n-grams have too few proposals, SGLang fills up with tokens 0 behind the first one. In a chain
+            each follows the one before it, so that any of them is scored at the position where it stands."""
+            drafts, mask = super()._prepare_draft_tokens(batch)
+            if drafts_trees(compat.resolved(self.server_args)):
+                return drafts, mask
             chain = np.tril(np.ones((self.draft_token_num, self.draft_token_num), dtype=bool))
             return drafts, np.tile(chain.ravel(), len(batch.reqs))
 
-    found = NgramWorker if ngram else ChainWorker
+    found = NgramWorker if ngram else DraftWorker
     found.__name__ = found.__qualname__ = f"DiffKV{worker.__name__}"
     return found

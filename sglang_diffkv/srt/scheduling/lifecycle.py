@@ -293,8 +293,8 @@ class RequestLifecycle:
         """Indices of the requests whose next token has no table block or KV slot, and why."""
         rows = {compat.allocated_row_of(req): index for index, req in enumerate(reqs)}
         found = self.manager.space.refused(list(rows), self.manager.counts.step_tokens)
-        drafts, tree = self.manager.drafts, self.tree
-        wanted = {row: compat.kv_slots_wanted(reqs[rows[row]], drafts) for row in rows if row not in found}
+        slots, tree = self.ledger.draft_slots, self.tree
+        wanted = {row: compat.kv_slots_wanted(reqs[rows[row]], slots) for row in rows if row not in found}
         room = self.ledger.kv_slots_free()
         if sum(wanted.values()) > room:
             room = max(room, self.ledger.uncommitted_kv_slots() + tree.evictable_tokens())
@@ -347,7 +347,7 @@ class RequestLifecycle:
             row, rows = compat.row_of(req), self.manager.rows
             if row is None or row not in rows or rows.in_prompt(row) or req.is_retracted:
                 continue  # it has left, and perhaps come back
-            rows.accepted(row, compat.committed_len(req), self.manager.drafts)
+            rows.accepted(row, compat.committed_len(req), self.manager.most_accepted)
 
     def after_step(self, reqs: list[Any], others: Sequence[Any] = ()) -> None:
         """The results of a pass are out. ``others``: running requests that may not have been in it."""

@@ -27,7 +27,14 @@ from sglang_diffkv.policies.diffkv import DiffKVPolicy
 from sglang_diffkv.srt.backend import DiffKVAttnBackend
 from sglang_diffkv.srt.models.hybrids import check_paged_layers, describe_layers, has_states, paged_layers, state_bytes
 from sglang_diffkv.srt.models.scaling import attention_layers, layer_scalings, layer_spans, sinks_of
-from sglang_diffkv.srt.models.speculation import check_drafts, draft_room, drafts_of, longest_row
+from sglang_diffkv.srt.models.speculation import (
+    check_drafts,
+    draft_room,
+    draft_slots,
+    drafts_of,
+    longest_path,
+    longest_row,
+)
 from sglang_diffkv.srt.pool import DiffKVPool
 from sglang_diffkv.srt.scheduling.allocator import SERVED, DiffKVAllocator
 from sglang_diffkv.srt.startup import disaggregation, own_choice, own_means, tree_pages
@@ -134,13 +141,13 @@ def build_pool(configurator: Any, sizes: Any) -> DiffKVPool:
 def build_allocator(configurator: Any, pool: DiffKVPool, rows: Any) -> DiffKVAllocator:
     """The page manager with its ops, and the allocator over it. ``rows``: SGLang's table of requests."""
     plan = memory_plan(configurator)
-    drafts = drafts_of(compat.resolved(configurator.server_args))
-    if drafts:
+    args = compat.resolved(configurator.server_args)
+    if drafts := drafts_of(args):
         check_drafts(plan.config, plan.attention_spans, by_model=plan.draft_bytes > 0)
     geometry = plan.geometry(
         pool.size,
         rows.req_to_token.shape[0],
-        rows.max_context_len + draft_room(compat.resolved(configurator.server_args)),
+        rows.max_context_len + draft_room(args),
     )
     ranks = compat.tensor_parallel_ranks()
     sizes = (pool.size, geometry.num_pages, geometry.heads, geometry.num_rows, geometry.num_blocks)
@@ -162,6 +169,7 @@ def build_allocator(configurator: Any, pool: DiffKVPool, rows: Any) -> DiffKVAll
         make_ops=lambda state: plan.ops(state, geometry, policy),
         q_heads=plan.q_heads,
         drafts=drafts,
+        longest_path=longest_path(args),
         host_pages=int(host_pages),
         host_slots=int(host_slots),
         high_rows=plan.config.high_requests > 0,
@@ -180,7 +188,7 @@ def build_allocator(configurator: Any, pool: DiffKVPool, rows: Any) -> DiffKVAll
             f"the pool has {pool.size} tokens, it needs {manager.running.least_capacity}. Choose fewer max_blocks or a "
             "smaller block, or give the server more memory (--max-total-tokens, --mem-fraction-static)."
         )
-    ledger = PageLedger(manager, pool.size, owning=plan.draft_bytes > 0)
+    ledger = PageLedger(manager, pool.size, owning=plan.draft_bytes > 0, draft_slots=draft_slots(args))
     pool.bind(manager, ledger.kv_slots, plan.footprint(geometry, pool.size), plan.draft_bytes)
     allocator = rows.diffkv_allocator = DiffKVAllocator(
         build_lifecycle(ledger, pool.usage, plan.config),

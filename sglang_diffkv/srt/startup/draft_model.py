@@ -13,8 +13,8 @@ import torch
 
 from sglang_diffkv.errors import UnsupportedError
 from sglang_diffkv.srt.backend import DiffKVAttnBackend
-from sglang_diffkv.srt.models.speculation import chain_worker, drafts_by_model
-from sglang_diffkv.srt.scheduling.allocator import SERVED
+from sglang_diffkv.srt.models.speculation import draft_worker, drafts_by_model, table_slack
+from sglang_diffkv.srt.scheduling.allocator import SERVED, requests_of
 from sglang_diffkv.srt.versions import compat
 from sglang_diffkv.srt.versions.selection import BACKEND, is_selected
 
@@ -84,7 +84,24 @@ def keep_on_host(pool: Any) -> None:
 def create_worker(original: Any, algorithm: Any, server_args: Any) -> Any:
     """Who drafts and verifies: SGLang's worker for its ``algorithm``, which tells the pages what was accepted."""
     worker = original(algorithm, server_args)
-    return chain_worker(worker, ngram=algorithm.is_ngram()) if is_selected(server_args) else worker
+    return draft_worker(worker, ngram=algorithm.is_ngram()) if is_selected(server_args) else worker
+
+
+def get_req_to_token_extra_context_len(original: Any, *server_args: Any) -> int:
+    """KV slots for which SGLang's table of requests has room behind a sequence. By itself SGLang has room for the
+    drafts of one pass, and writes those of two: of a request at its longest into the next one's line."""
+    args = server_args[0] if server_args else compat.published_args()
+    extra = int(original(*server_args))
+    return max(extra, table_slack(compat.resolved(args))) if is_selected(args) else extra
+
+
+def eagle_sample(original: Any, verify_input: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
+    """What SGLang accepts of a pass's drafts, of n-grams too. The places of those on the accepted paths, [B, longest
+    path] int32, stay with its ``batch`` for the commit."""
+    predicted, accepted, path = original(verify_input, batch, *args, **kwargs)
+    if requests_of(batch) is not None:
+        batch.diffkv_path = path
+    return predicted, accepted, path
 
 
 # On a CPU SGLang drafts with the AMX kernels alone
@@ -98,7 +115,7 @@ def create_decode_backend(original: Any, factory: Any) -> Any:
     """What the draft model's steps attend with, one after the other; None where a pass has one step."""
     if not _on_torch(factory) or factory.speculative_num_steps <= 1:
         return original(factory)
-    return TorchSteps(factory.draft_model_runner, factory.speculative_num_steps - 1)
+    return TorchSteps(factory.draft_model_runner, factory.speculative_num_steps, factory.topk)
 
 
 def create_draft_extend_backend(original: Any, factory: Any) -> Any:
@@ -111,13 +128,22 @@ def create_draft_extend_backend(original: Any, factory: Any) -> Any:
 
 
 class TorchSteps:
-    """A chain's steps on SGLang's PyTorch backend: each sees the drafts before it, which the batch's lengths do not
-    count."""
+    """The steps of a draft model on SGLang's PyTorch backend: in each of the ``branches`` a token sees the drafts that
+    this branch has before it, which the batch's lengths do not count. Behind a request's tokens SGLang has KV slots
+    for the ``steps`` tokens of its first branch, then for those of the next one."""
 
     needs_cpu_seq_lens = True
 
-    def __init__(self, runner: Any, steps: int):
+    def __init__(self, runner: Any, steps: int, branches: int):
         from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
+
+        def tables(req_to_token: torch.Tensor, rows: torch.Tensor, seq_lens: torch.Tensor, count: int) -> torch.Tensor:
+            """[B * branches, longest] KV slots that each branch sees."""
+            seen = []
+            for line, length in zip(req_to_token[rows.long()], seq_lens.tolist(), strict=True):
+                drafts = line[length : length + branches * steps].view(branches, steps)[:, :count]
+                seen += [torch.cat([line[:length], branch]) for branch in drafts]
+            return torch.nn.utils.rnn.pad_sequence(seen, batch_first=True)
 
         class Step(TorchNativeAttnBackend):
             def __init__(self, number: int):
@@ -128,11 +154,14 @@ class TorchSteps:
                 self, query: Any, output: Any, k_cache: Any, v_cache: Any, req_to_token: Any, rows: Any, seq_lens: Any,
                 *args: Any, **more: Any,
             ) -> Any:  # fmt: skip
-                lens = seq_lens + self.drafts
                 run = super()._run_sdpa_forward_decode
+                if branches > 1:
+                    req_to_token = tables(req_to_token, rows, seq_lens, self.drafts)
+                    rows, seq_lens = torch.arange(len(req_to_token)), seq_lens.repeat_interleave(branches)
+                lens = seq_lens + self.drafts
                 return run(query, output, k_cache, v_cache, req_to_token, rows, lens, *args, **more)
 
-        self.attn_backends = [Step(number) for number in range(steps)]
+        self.attn_backends = [Step(number) for number in range(steps - 1)]
 
     def init_forward_metadata(self, forward_batch: Any) -> None:
         for backend in self.attn_backends:
@@ -156,6 +185,13 @@ def update_mamba_state_after_mtp_verify(
     return None
 
 
-HOOKS = (create_worker, create_decode_backend, create_draft_extend_backend, update_mamba_state_after_mtp_verify)
-"""The second and third are without effect unless a draft model runs on torch_native, which SGLang itself refuses; the
+HOOKS = (
+    create_worker,
+    eagle_sample,
+    get_req_to_token_extra_context_len,
+    create_decode_backend,
+    create_draft_extend_backend,
+    update_mamba_state_after_mtp_verify,
+)
+"""The fourth and fifth are without effect unless a draft model runs on torch_native, which SGLang itself refuses; the
 last one is for a CPU."""

@@ -9,15 +9,15 @@ import os
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from sglang_diffkv.kernels.extend_attention.reference import MOST_NODES
 from sglang_diffkv.srt.models.speculation import (
-    CHAIN,
-    MODEL_CHAIN,
     MOST_DRAFTS,
     NGRAM,
     OF_A_MODEL,
     algorithm_of,
     drafts_by_model,
     drafts_of,
+    drafts_trees,
 )
 from sglang_diffkv.srt.startup.option_kinds import Flag, NoBearing, OnlyWith, Predicate, Refused, Works, unlike
 from sglang_diffkv.srt.startup.optional_parts import PARTS
@@ -40,17 +40,19 @@ def _canary(value: Any, args: Any) -> bool:
     return value != "none" and not runs
 
 
-def _unlike_chains(value: Any, args: Any) -> bool:
+def _other_algorithm(value: Any, args: Any) -> bool:
     served = algorithm_of(args) in (NGRAM, *OF_A_MODEL)
     return bool(value) and not served
 
 
-def _trees_of_ngrams(value: Any, args: Any) -> bool:
-    return algorithm_of(args) == NGRAM and value != 1
+def _too_many_drafts(value: Any, args: Any) -> str:
+    """The numbers to choose from, where another is given."""
+    most = MOST_NODES if drafts_by_model(args) and drafts_trees(args) else MOST_DRAFTS
+    return f"2 to {most}" if drafts_of(args) and value is not None and not 2 <= value <= most else ""
 
 
-def _trees_of_a_model(value: Any, args: Any) -> bool:
-    return drafts_by_model(args) and value not in (None, 1)
+def _long_paths(value: Any, args: Any) -> bool:
+    return drafts_by_model(args) and value is not None and value >= MOST_DRAFTS
 
 
 def _with_kept_states(*values: Any) -> Predicate:
@@ -77,7 +79,6 @@ _CONTEXT = "context parallelism, or DWDP: leave --attn-cp-size, --dcp-size and -
 _ELASTIC = "elastic expert parallelism, in which ranks leave while others decide with them: drop its options"
 
 _DESIGN = "; docs/designs.md says what they would take"
-_TREES = f"trees of drafts: add {CHAIN}{_DESIGN}"
 _MODELS_RUN = "tests/servers/test_server_identity.py::test_drafts_of_a_model_give_stock_tokens"
 _CHAINS_RUN = "tests/servers/test_server_identity.py::test_chains_of_drafts_give_stock_tokens"
 
@@ -92,17 +93,15 @@ REFUSED: dict[str, Refused] = {
         "tests/servers/test_server_kv_dtype.py::test_a_checkpoint_that_asks_for_an_fp8_cache_gets_the_tiers",
     ),
     "speculative_algorithm": Refused(
-        f"--speculative-algorithm {{value}}: use {NGRAM}, {', '.join(OF_A_MODEL)}, which draft chains, or drop it",
-        _unlike_chains,
+        f"--speculative-algorithm {{value}}: use {NGRAM}, {', '.join(OF_A_MODEL)}, or drop it",
+        _other_algorithm,
         _CHAINS_RUN,
     ),
-    "speculative_ngram_min_bfs_breadth": Refused(_TREES, _trees_of_ngrams, _CHAINS_RUN),
-    "speculative_ngram_max_bfs_breadth": Refused(_TREES, _trees_of_ngrams, _CHAINS_RUN),
-    "speculative_eagle_topk": Refused(
-        f"trees of drafts: add {MODEL_CHAIN} (or other numbers of steps){_DESIGN}", _trees_of_a_model, _MODELS_RUN
+    "speculative_num_steps": Refused(
+        f"--speculative-num-steps {{value}}: use up to {MOST_DRAFTS - 1}", _long_paths, _MODELS_RUN
     ),
     "speculative_adaptive": Refused(
-        "chains of changing length: drop --speculative-adaptive", lambda value, args: value and drafts_of(args)
+        "drafts of changing number: drop --speculative-adaptive", lambda value, args: value and drafts_of(args)
     ),
     "speculative_draft_attention_backend": Refused(
         "pages for the draft model, whose keys and values are few: drop --speculative-draft-attention-backend, or name "
@@ -111,12 +110,12 @@ REFUSED: dict[str, Refused] = {
         _MODELS_RUN,
     ),
     "speculative_ngram_external_sam_budget": Refused(
-        "drafts from an external corpus beside others, which make a tree: drop --speculative-ngram-external-sam-budget",
+        "drafts from an external corpus, which were not tried: drop --speculative-ngram-external-sam-budget",
         lambda value, args: drafts_of(args) and value > 0,
     ),
     "speculative_num_draft_tokens": Refused(
-        f"--speculative-num-draft-tokens {{value}}: use 2 to {MOST_DRAFTS}",
-        lambda value, args: drafts_of(args) and value is not None and not 2 <= value <= MOST_DRAFTS,
+        "--speculative-num-draft-tokens {value}: use {found}",
+        _too_many_drafts,
         _CHAINS_RUN,
     ),
     "enable_multi_layer_eagle": Refused("speculative decoding: drop --enable-multi-layer-eagle"),

@@ -47,9 +47,11 @@ WORKS: dict[str, str] = {
         "disaggregation_decode_enable_radix_cache disaggregation_decode_host_receive_threshold "
         "disaggregation_decode_retraction_backup disaggregation_enable_kv_checksum optimistic_prefill_attempts"
     ),
-    "tests/servers/test_server_identity.py::test_drafts_of_a_model_give_stock_tokens": (
-        "speculative_draft_model_path speculative_num_steps"
+    "tests/servers/test_server_identity.py::test_drafts_of_a_model_give_stock_tokens": "speculative_draft_model_path",
+    "tests/servers/test_server_identity.py::test_trees_of_drafts_give_stock_tokens": (
+        "speculative_ngram_min_bfs_breadth speculative_ngram_max_bfs_breadth"
     ),
+    "tests/servers/test_server_identity.py::test_trees_of_a_model_give_stock_tokens": "speculative_eagle_topk",
 }
 """Test -> fields that it sets, or that have their default in it."""
 

@@ -11,6 +11,7 @@ from typing import Any
 
 from sglang_diffkv.config import DiffKVConfig
 from sglang_diffkv.errors import UnsupportedError
+from sglang_diffkv.srt.models.speculation import CHAIN, MODEL_CHAIN, drafts_by_model, drafts_trees
 from sglang_diffkv.srt.versions import compat
 
 
@@ -26,6 +27,9 @@ def problems(args: Any, config: DiffKVConfig) -> list[str]:
         ),
         f"{with_size} a policy that compresses running requests in pages of their own: {drop}, or choose another": (
             config.build_policy().running is not None
+        ),
+        f"{with_size} trees of drafts: {drop}, or add {MODEL_CHAIN if drafts_by_model(view) else CHAIN}": (
+            drafts_trees(view)
         ),
         f"{with_size} --kv-canary, which follows single tokens: drop one of them": (
             getattr(view, "kv_canary", "none") != "none"

@@ -13,7 +13,16 @@ from sglang_diffkv.errors import UnsupportedError
 from sglang_diffkv.policies.base import Pointwise
 from sglang_diffkv.srt.models.hybrids import hybrid_problems
 from sglang_diffkv.srt.models.scaling import attention_layers
-from sglang_diffkv.srt.models.speculation import DRAFTS_GPU_VERSIONS, SEEN_ON_A_GPU, algorithm_of, drafts_by_model
+from sglang_diffkv.srt.models.speculation import (
+    CHAIN,
+    DRAFTS_GPU_VERSIONS,
+    MODEL_CHAIN,
+    SEEN_ON_A_GPU,
+    TREES_GPU_VERSIONS,
+    algorithm_of,
+    drafts_by_model,
+    drafts_trees,
+)
 from sglang_diffkv.srt.startup import disaggregation, tree_pages
 from sglang_diffkv.srt.startup.optional_parts import PARTS
 from sglang_diffkv.srt.startup.server_flags import refusals
@@ -85,6 +94,9 @@ def _drafts_on_a_gpu(args: Any, device: str) -> list[str]:
     if algorithm not in SEEN_ON_A_GPU or sglang_version() not in DRAFTS_GPU_VERSIONS:
         what = f"--speculative-algorithm {algorithm} of SGLang {sglang_version()}"
         problems += untried_on_a_gpu(device, what, "drop --speculative-algorithm")
+    elif drafts_trees(args) and sglang_version() not in TREES_GPU_VERSIONS:
+        chain = MODEL_CHAIN if drafts_by_model(args) else CHAIN
+        problems += untried_on_a_gpu(device, "trees of drafts", f"add {chain}")
     elif algorithm == "STANDALONE" and not (eager or overlap):
         what = f"{algorithm} in CUDA graphs with --disable-overlap-schedule (SGLang's own server fails so, too)"
         problems += untried_on_a_gpu(device, what, "drop --disable-overlap-schedule, or add --disable-cuda-graph")

@@ -116,12 +116,12 @@ def committed_len(req: Any) -> int:
     return int(kv_of(req).kv_committed_len)
 
 
-def kv_slots_wanted(req: Any, drafts: int) -> int:
-    """KV slots that SGLang takes for the request's next token; with drafts those of a pass and the one after it, beyond
-    what it holds."""
-    if not drafts:
+def kv_slots_wanted(req: Any, draft_slots: int) -> int:
+    """KV slots that SGLang takes for the request's next token; with drafts those of a pass and the one after it, each
+    ``draft_slots``, beyond what it holds."""
+    if not draft_slots:
         return 1
-    return max(committed_len(req) + 2 * drafts - int(req.kv.kv_allocated_len), 0)
+    return max(committed_len(req) + 2 * draft_slots - int(req.kv.kv_allocated_len), 0)
 
 
 def extend_end(req: Any) -> int:
@@ -327,6 +327,13 @@ def resolved(server_args: Any) -> Any:
     from sglang.srt.arg_groups.model_override_base import resolving_view
 
     return resolving_view(server_args)
+
+
+def published_args() -> Any:
+    """The arguments of this process's server, of a release with ``declared_arguments``."""
+    from sglang.srt.runtime_context import get_server_args
+
+    return get_server_args()
 
 
 def unread_mask(requests: int, drafts: int, device: Any) -> Any:

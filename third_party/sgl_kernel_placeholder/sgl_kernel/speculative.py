@@ -96,17 +96,25 @@ def build_tree_kernel_efficient_cpu(
     draft_token_num: int,
     tree_mask_mode: int,
 ) -> None:
-    """Mask, positions and links of chains of drafts. Raises NotImplementedError for trees, and for a mask that has the
-    tokens before the drafts (SGLang's ``TreeMaskMode`` other than QLEN_ONLY)."""
+    """Mask, positions and links of trees of drafts: of the tokens that the steps proposed, ``topk`` and then ``topk`` of
+    each of ``topk``, those that ``selected_index`` [batch, draft_token_num - 1] names, in order. ``parent_list`` names
+    the proposals that the later steps went on from. Raises NotImplementedError for a mask that has the tokens before
+    the drafts (SGLang's ``TreeMaskMode`` other than QLEN_ONLY)."""
+    if int(tree_mask_mode) != 1:
+        raise NotImplementedError("the placeholder sgl_kernel has masks of drafts alone")
     count, batch = draft_token_num, len(verified_seq_len)
-    if topk != 1 or count != depth + 1 or int(tree_mask_mode) != 1:
-        raise NotImplementedError("the placeholder sgl_kernel has chains of drafts alone")
-    node = torch.arange(count)
-    tree_mask.copy_((node <= node.view(-1, 1)).flatten().repeat(batch))
-    positions.copy_((verified_seq_len.view(-1, 1) + node).flatten())
-    retrive_index.copy_(torch.arange(batch * count).view(batch, count))
-    retrive_next_token.copy_(torch.where(node + 1 < count, node + 1, -1).expand(batch, count))
-    retrive_next_sibling.fill_(-1)
+    mask = torch.eye(count, dtype=torch.bool).repeat(batch, 1, 1)
+    mask[:, :, 0] = True
+    lines = zip(selected_index.tolist(), parent_list.tolist())
+    for request, (selected, parents) in enumerate(lines):
+        places = {proposal: place + 1 for place, proposal in enumerate(selected)}
+        for proposal, place in places.items():
+            parent = places.get(parents[proposal // topk]) if proposal >= topk else 0
+            if parent is not None:
+                mask[request, place] |= mask[request, parent]
+    tree_mask.copy_(mask.flatten())
+    links = (positions, retrive_index, retrive_next_token, retrive_next_sibling)
+    reconstruct_indices_from_tree_mask(tree_mask, verified_seq_len, *links, batch, count)
 
 
 def reconstruct_indices_from_tree_mask(
