@@ -88,7 +88,7 @@ from sglang_diffkv.srt.tree.path_joining import PathJoiner
 
 
 def register():
-    PathJoiner.tidy = lambda self: None
+    PathJoiner.tidy = lambda self, most=None: None
 """
 
 

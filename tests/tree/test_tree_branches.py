@@ -134,6 +134,7 @@ def test_a_join_makes_no_other_prefix_dearer():
 def test_without_pages_for_a_copy_a_path_is_found_in_part(monkeypatch):
     world = World(20_000, longest=200, exact=False, page_tokens=16, segments=600, share_min=1)
     monkeypatch.setattr(type(world.tree), "make_pages", lambda self, pages, **how: False)
+    monkeypatch.setattr(world.tree.joiner, "_known_free", lambda pages: False)
     chat = world.tokens(5)
     for _ in range(150):
         chat = chat + world.tokens(1)
