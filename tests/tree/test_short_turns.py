@@ -5,11 +5,12 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 
-from sglang_diffkv.srt.tree.path_joining import MOST_PARTS, WASTE
+from sglang_diffkv.srt.tree.path_joining import MOST_PARTS, PATHS_A_STEP, SHARE_A_STEP, WASTE
 from tests.tree.tree_world import World
 
 MOST_WASTE = 1.3
@@ -274,3 +275,20 @@ def test_long_paths_are_looked_at_quickly(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(world.tree.joiner, "_gain", lambda *args: (scored.append(1), gain(*args))[1])
     end(world, turn(world, history, new=24, reply=16))
     assert len(scored) < 3 * MOST_PARTS * MOST_PARTS / 2
+
+
+def test_few_paths_are_joined_at_a_time_and_none_waits_for_good(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many requests end in each step, the paths that wait are bounded by them."""
+    joiner = World(400, exact=False).tree.joiner
+    looked: list[Any] = []
+    monkeypatch.setattr(joiner, "_tidy", lambda node: looked.append(node) or True)
+    ended = [Mock(segment="one") for _ in range(12 * 60)]
+    for step in range(60):
+        for node in ended[12 * step : 12 * step + 12]:
+            joiner.look_at(node)
+        joiner.scheduling_begins()
+        assert len(joiner.ended) <= 12 * SHARE_A_STEP
+    assert PATHS_A_STEP * 60 < len(looked) < len(ended), "some waited"
+    while joiner.ended:
+        joiner.scheduling_begins()
+    assert looked == ended, "first come, first served"

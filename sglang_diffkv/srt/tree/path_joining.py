@@ -41,9 +41,9 @@ WASTE = 1.25
 pages that a path wastes are bounded, and so is the work: each joining copies at most four times the pages that it
 returns."""
 
-PATHS_A_STEP = 4
-"""Paths that are looked at before a step is scheduled. Where many requests end at once, the next ones do not wait for
-all of them."""
+PATHS_A_STEP, SHARE_A_STEP = 4, 8
+"""So many paths are looked at before a step is scheduled, or one in so many of those that wait. Where many requests end
+at once, the next ones do not wait for all of them, and where many end all the time, few paths wait."""
 
 KEPT_ENDS = 2
 """Segments at the end of a path that stay as they are where layers slide: sliding layers hold the end of each segment,
@@ -68,7 +68,7 @@ class PathJoiner(PathRule):
 
     def scheduling_begins(self) -> None:
         """Join what requests that have ended left in small segments."""
-        self.tidy(PATHS_A_STEP)
+        self.tidy(max(PATHS_A_STEP, len(self.ended) // SHARE_A_STEP))
 
     def published(self, req: Any, row: int, leaf: Any, length: int, *, ended: bool) -> None:
         """``tidy`` looks at the path of a request that has ended."""
