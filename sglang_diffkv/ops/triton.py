@@ -231,12 +231,13 @@ class TritonOps(Ops):
             part, _ = self._slice(step, number)
             some, result = (q, out) if len(workspaces) == 1 else (q[part], out[part])
             prepare = partial(self._prepare_decode, number, some, step, scaling, attention_span, sink_logits)
-            again = step.launches.prepared(
+            split, finish = step.launches.prepared(
                 ("decode", number, *scaling, attention_span), prepare, some, result, sink_logits
             )  # fmt: skip
             # Nobody reads it. Of this call, since what a graph writes to has to be in the graph's own memory.
             lse = torch.empty(some.shape[:2], dtype=torch.float32, device=q.device)
-            again(layer, some, result, lse, sink_logits)
+            split(q=some, layer=layer)
+            finish(out=result, lse_out=lse, layer=layer, sink_logits=sink_logits)
         return out
 
     def _prepare_decode(
