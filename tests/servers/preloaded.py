@@ -37,7 +37,7 @@ from sglang_diffkv.config import CACHE_ENV, CHECK_ENV, CONFIG_ENV
 from sglang_diffkv.evaluate.server import CPU_ENV, OFFLINE_ENV
 
 SERVER = "sglang.launch_server"
-MODULES = (SERVER, "sglang_diffkv.doctor")
+MODULES = (SERVER, "sglang_diffkv.doctor", "benchmarks.reproduce.served")
 """Which may be run in a fork that has loaded the plugins."""
 PLAIN_MODULES = ("sglang_diffkv.run", "sglang.benchmark.one_batch")
 """Which may be run in a fork that has not: whether they load plugins is what is tested."""
