@@ -21,7 +21,7 @@ from tests.servers.shared import STRICT, SharedServer
 pytestmark = pytest.mark.server
 
 LOSSLESS = {"tiers": ["BF16"]}
-NEW_TOKENS = 24
+NEW_TOKENS = 36
 STOCK = {"SGLANG_PLUGINS": "none"}
 CHUNKS = {"chunks of 128": ("--chunked-prefill-size", "128"), "whole": ()}
 """Some of the prompts are longer than 128 tokens, so the first runs them in both ways."""

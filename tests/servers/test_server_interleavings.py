@@ -15,7 +15,7 @@ from benchmarks.quality import interleavings
 @pytest.mark.parametrize("runs", [1, pytest.param(2, marks=pytest.mark.full)])
 def test_any_interleaving_gives_the_tokens_of_no_sharing(runs: int, tmp_path: Path) -> None:
     output = tmp_path / "runs.json"
-    args = ["--questions", "11", "--runs", str(runs), "--max-new-tokens", "32", "--pool", "560", "--check-integrity"]
+    args = ["--questions", "14", "--runs", str(runs), "--max-new-tokens", "40", "--pool", "560", "--check-integrity"]
     assert interleavings.main([*args, "--output", str(output)]) == 0
     found = json.loads(output.read_text())["runs"]
     replies, differ = (sum(n) for n in zip(*[(x["replies"], len(x["differences"])) for x in found], strict=True))
