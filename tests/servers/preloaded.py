@@ -60,7 +60,7 @@ READ_LATE = {
 """Variables that no module reads when it is imported."""
 READ_WITH_PLUGINS = {"PYTHONPATH", "SGLANG_PLUGINS"}
 """Variables that say which plugins there are, and nothing of SGLang itself."""
-CLOCK_SECONDS = 0.1
+CLOCK_SECONDS = 0.2
 """The longest that a server sleeps until it asks itself whether its port is open."""
 HANDLED = (signal.SIGCHLD, signal.SIGINT, signal.SIGQUIT, signal.SIGTERM, signal.SIGUSR1)
 """Signals that SGLang's processes handle each in its own way."""
