@@ -114,7 +114,7 @@ class Forker:
         """Whether a fork of this process needs but plugins to be one with this environment."""
         if self.parent is not None or not _differs(env, self.env) <= READ_LATE | READ_WITH_PLUGINS:
             return False
-        return not self.ask({"which_imported": _names_in(env, self.env)})["imported"]
+        return not self.ask({"which_imported": names_in(env, self.env)})["imported"]
 
     def fork(self, command: Sequence[str], env: Mapping[str, str], cwd: str, output: int, errors: int) -> Process:
         found = self.ask({"argv": list(command), "env": dict(env), "cwd": cwd}, output, errors)
@@ -185,7 +185,7 @@ class Preloaded:
         cwd: str | os.PathLike[str] | None = None, **rest: Any,
     ) -> Process | subprocess.Popen[bytes]:  # fmt: skip
         """``subprocess.Popen`` for a program of SGLang's, by a fork where what is imported makes no difference."""
-        if (program := _program(command)) is None:
+        if (program := program_of(command)) is None:
             return subprocess.Popen(command, stdout=stdout, stderr=stderr, env=env, cwd=cwd, **rest)
         errors = stdout if isinstance(stderr, int) else stderr  # subprocess.STDOUT
         with self._choosing:  # until one has forked, it looks as if it had ended
@@ -221,7 +221,7 @@ class Preloaded:
         self._stop(*sorted(self._forkers, key=lambda forker: forker.parent is None))
 
 
-def _program(command: Sequence[str]) -> list[str] | None:
+def program_of(command: Sequence[str]) -> list[str] | None:
     """Name or path and arguments of what may run in a fork, of a command that is such a program."""
     first, *others = command
     if first == sys.executable and others[:1] == ["-m"]:
@@ -239,7 +239,7 @@ def _paths(env: Mapping[str, str]) -> list[str]:
     return [x for x in env.get("PYTHONPATH", "").split(os.pathsep) if x]
 
 
-def _names_in(env: Mapping[str, str], before: Mapping[str, str]) -> list[str]:
+def names_in(env: Mapping[str, str], before: Mapping[str, str]) -> list[str]:
     """Modules that folders of one ``PYTHONPATH`` add to those of another, or take away."""
     folders = {*_paths(env)}.symmetric_difference(_paths(before))
     return [name.partition(".")[0] for folder in folders if os.path.isdir(folder) for name in os.listdir(folder)]
