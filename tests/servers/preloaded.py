@@ -60,6 +60,8 @@ READ_LATE = {
 """Variables that no module reads when it is imported."""
 READ_WITH_PLUGINS = {"PYTHONPATH", "SGLANG_PLUGINS"}
 """Variables that say which plugins there are, and nothing of SGLang itself."""
+READ_FIRST = {"sitecustomize", "usercustomize"}
+"""Modules that Python imports before all others."""
 CLOCK_SECONDS = 0.2
 """The longest that a server sleeps until it asks itself whether its port is open."""
 HANDLED = (signal.SIGCHLD, signal.SIGINT, signal.SIGQUIT, signal.SIGTERM, signal.SIGUSR1)
@@ -114,7 +116,8 @@ class Forker:
         """Whether a fork of this process needs but plugins to be one with this environment."""
         if self.parent is not None or not _differs(env, self.env) <= READ_LATE | READ_WITH_PLUGINS:
             return False
-        return not self.ask({"which_imported": names_in(env, self.env)})["imported"]
+        names = names_in(env, self.env)
+        return not READ_FIRST.intersection(names) and not self.ask({"which_imported": names})["imported"]
 
     def fork(self, command: Sequence[str], env: Mapping[str, str], cwd: str, output: int, errors: int) -> Process:
         found = self.ask({"argv": list(command), "env": dict(env), "cwd": cwd}, output, errors)

@@ -54,4 +54,7 @@ def test_what_an_environment_may_differ_in(tmp_path: Path) -> None:
     assert not imported.could_become({"A": "2"}) and not Forker(plugins, imported).could_become(plugins)
     (tmp_path / "torch.py").touch()
     (tmp_path / "mine").mkdir()
-    assert sorted(names_in({"PYTHONPATH": f"{tmp_path}:"}, {})) == ["mine", "torch"]
+    (tmp_path / "early").mkdir()
+    (tmp_path / "early" / "sitecustomize.py").touch()
+    assert not imported.could_become({"A": "1", "PYTHONPATH": str(tmp_path / "early")})
+    assert sorted(names_in({"PYTHONPATH": f"{tmp_path}:"}, {})) == ["early", "mine", "torch"]
