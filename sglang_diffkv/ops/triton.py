@@ -37,7 +37,7 @@ from sglang_diffkv.kernels.random_scores.triton import random_scores
 from sglang_diffkv.kernels.redundancy.triton import redundancy
 from sglang_diffkv.kernels.release.triton import release, trim
 from sglang_diffkv.kernels.rotate.reference import NO_ROTATION, Rotation
-from sglang_diffkv.kernels.rotate.triton import rotate
+from sglang_diffkv.kernels.rotate.triton import prepare_rotate, rotate
 from sglang_diffkv.kernels.select.triton import count_above, select_count, select_least, select_mass
 from sglang_diffkv.kernels.slide.triton import slide
 from sglang_diffkv.kernels.step_scores.triton import step_scores
@@ -52,7 +52,7 @@ from sglang_diffkv.ops.base import Ops, RowKernels, Scaling, Step
 from sglang_diffkv.ops.decisions import Decisions, Scoring, WholeHeadKernels
 from sglang_diffkv.ops.decode_buffers import DecodeBuffers
 from sglang_diffkv.ops.flash import FlashPrefill
-from sglang_diffkv.ops.launches import Launches, rotate_again
+from sglang_diffkv.ops.launches import Launches
 from sglang_diffkv.ops.library import PrefillLibrary, base_2
 from sglang_diffkv.ops.prompt_scores import prompts_scored, score_new
 from sglang_diffkv.ops.ragged import RaggedPrefill
@@ -203,7 +203,12 @@ class TritonOps(Ops):
         reserve(self.state, rows, new_tokens, self._spans(rows.shape[0]), _all_of(rows))
 
     def rotate(self, *tensors: torch.Tensor, launches: Launches | None = None) -> tuple[torch.Tensor, ...]:
-        return rotate(*tensors) if launches is None else rotate_again(launches, *tensors)
+        if launches is None:
+            return rotate(*tensors)
+        what = ("rotate", *(x.shape for x in tensors))
+        again = launches.prepared(what, partial(prepare_rotate, *tensors), *tensors)
+        rotated: tuple[torch.Tensor, ...] = again(*tensors)
+        return rotated
 
     def append(
         self, layer: int, key: torch.Tensor, value: torch.Tensor, step: Step, *, rotation: Rotation = NO_ROTATION,
