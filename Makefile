@@ -44,7 +44,7 @@ VERSION_TESTS := tests/servers/test_refusals.py tests/servers/test_hooks.py test
 	tests/tree/test_kept_states.py tests/servers/test_server_kept_states.py::test_what_is_found
 # How tests are spread over the processes: tests/conftest.py.
 PYTEST = $(BIN)/python -m pytest -q -n $(JOBS) --dist loadscope --no-loadscope-reorder
-CPU_ENV := SGLANG_USE_CPU_ENGINE=1 OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 HF_DATASETS_OFFLINE=1 TRANSFORMERS_OFFLINE=1
+CPU_ENV := PYTHONDONTWRITEBYTECODE= SGLANG_USE_CPU_ENGINE=1 OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 HF_DATASETS_OFFLINE=1 TRANSFORMERS_OFFLINE=1
 
 # pip's own retries do not cover a download that breaks off, so a failed call is repeated as a whole.
 define pip_install

@@ -75,6 +75,9 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    from sglang_diffkv.evaluate.server import Server
+
+    Server.grace = 0.0  # a test that wants a server to end in its own time says so
     config.add_cleanup(entered(own_cache()))
     if os.environ.get("TRITON_INTERPRET") == "1":
         config.add_cleanup(entered(quick()))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple
 
 import torch
 import triton
@@ -167,20 +167,25 @@ def decode_attention(
         out = torch.empty(*q.shape[:2], state.fmt.v_head_dim, dtype=q.dtype, device=q.device)
     if lse is None:
         lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
-    prepare_decode(
+    assert out.is_contiguous() and lse.is_contiguous()
+    split, finish = prepare_decode(
         state, q, rows, seq_lens, sm_scale, workspace, num_valid, found=found, window=window, sinks=sinks,
         horizon=horizon, every=every, logit_cap=logit_cap, reduce=reduce, attention_span=attention_span,
         sink_logits=sink_logits, row_windows=row_windows,
-    )(layer, q, out, lse, sink_logits)  # fmt: skip
+    )  # fmt: skip
+    split(q=q, layer=layer)
+    finish(out=out, lse_out=lse, layer=layer, sink_logits=sink_logits)
     return out, lse
 
 
-class PreparedDecode(Protocol):
-    """``decode_attention`` of another layer of the step, with tensors of the same form."""
+class PreparedDecode(NamedTuple):
+    """The two passes of ``decode_attention``, to be launched in this order in each layer of a step, with tensors of the
+    same form."""
 
-    def __call__(
-        self, layer: int, q: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, sink_logits: torch.Tensor | None
-    ) -> None: ...
+    split: Callable[..., None]
+    """Of a layer's ``q`` and its ``layer``."""
+    finish: Launch
+    """Of its contiguous ``out`` and ``lse_out``, its ``sink_logits``, or None, and its ``layer``."""
 
 
 def prepare_decode(
@@ -265,12 +270,4 @@ def prepare_decode(
             HAS_SINK=sink_logits is not None, MERGED=config.cuda, num_warps=config.score_warps, **overlap,
         ),
     )  # fmt: skip
-
-    def decode_again(
-        layer: int, q: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, sink_logits: torch.Tensor | None
-    ) -> None:
-        assert out.is_contiguous() and lse.is_contiguous()
-        split(q=q, layer=layer)
-        finish(out=out, lse_out=lse, layer=layer, sink_logits=sink_logits)
-
-    return decode_again
+    return PreparedDecode(split, finish)

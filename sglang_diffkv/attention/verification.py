@@ -139,11 +139,12 @@ class VerifyWrapper(Wrapper):
         self.step = Step.verification(room.rows[:requests], room.stored[:requests], room.drafts, ancestors)
         self._ran = 0
 
-    def _run(
+    def run(
         self, layer: int, q: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: Scaling,
-        sink_logits: torch.Tensor | None,
+        sink_logits: torch.Tensor | None = None,
     ) -> torch.Tensor:  # fmt: skip
         step = self._planned(q, scaling, sink_logits)
+        q, key, value = self.fitted.turn(layer, q, key, value)
         room, tokens = self._room, q.shape[0]
         assert room is not None and layer == self._ran, "layers come in order"
         form = self._as_stored(step, layer, q, key, value)
@@ -155,9 +156,7 @@ class VerifyWrapper(Wrapper):
             lse = room.lse[layer, :tokens]
         room.scalings[layer] = scaling
         self._ran += 1
-        return self._turned_back(
-            step, self.ops.verify(layer, *form, step, scaling, sink_logits, lse)
-        )  # fmt: skip
+        return self._turned_back(step, layer, self.ops.verify(layer, *form, step, scaling, sink_logits, lse))
 
     def replayed(self, requests: int, drafts: int, links: TreeLinks | None = None) -> None:
         """A graph holds the pass that is to be committed, of so many requests with padding. It is launched behind this.
@@ -221,7 +220,8 @@ class VerifyWrapper(Wrapper):
         self.ops.begin(step, True, attends=False)
         keys, values = (x.index_select(1, chosen) for x in (room.key, room.value))
         for layer in range(self.state.num_layers):
-            self._append(step, layer, keys[layer], values[layer])
+            means = self._means_of[layer]
+            self.ops.append(layer, keys[layer], values[layer], step, rotation=self.rotation, key_means=means)
         if step.found is not None:
             for layers, scaling in self._searched(room):
                 self.ops.score_step(layers, room.q, room.lse, chosen, step, scaling)

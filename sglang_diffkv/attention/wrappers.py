@@ -8,6 +8,7 @@ entry has its block (``PageManager.plan_step`` and ``launch_step`` do).
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 
 import torch
@@ -47,11 +48,13 @@ class Wrapper:
         self.key_means: torch.Tensor | None = None  # [L, H, head_dim] float32, rotated as keys are
         self._rounded_means = key_means  # the same numbers in the state's dtype, which they are rounded to
         self._given_means: torch.Tensor | None = None  # and before they are rotated, float32
+        self._means_of: Sequence[torch.Tensor | None] = [None] * state.num_layers  # ``key_means`` of each layer
         if key_means is not None:
             assert key_means.shape == (state.num_layers, state.num_heads, state.fmt.head_dim)
             means = fitted.of_means(key_means.to(state.device, torch.float32))
             self._rounded_means = (rotated(means) if rotation.keys else means).to(state.dtype)
             self.key_means = self._rounded_means.float()
+            self._means_of = self.key_means.unbind()
             self._given_means = rotated(self.key_means) if rotation.keys else self.key_means
         self.step: Step | None = None
 
@@ -75,14 +78,6 @@ class Wrapper:
         Returns:
             [tokens, Hq, v_head_dim]; after a decode step on a GPU a buffer that the next call overwrites.
         """
-        q, key, value = self.fitted.turn(layer, q, key, value)
-        return self.fitted.turn_back(layer, self._run(layer, q, key, value, scaling, sink_logits))
-
-    def _run(
-        self, layer: int, q: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: Scaling,
-        sink_logits: torch.Tensor | None,
-    ) -> torch.Tensor:  # fmt: skip
-        """The same behind fitted rotations."""
         raise NotImplementedError
 
     def _planned(self, q: torch.Tensor, scaling: Scaling, sink_logits: torch.Tensor | None) -> Step:
@@ -94,13 +89,6 @@ class Wrapper:
             assert sink_logits is None, "a sink's logit is not moved with those of keys"
         return self.step
 
-    def _append(
-        self, step: Step, layer: int, key: torch.Tensor, value: torch.Tensor, query: torch.Tensor | None = None
-    ) -> torch.Tensor | None:
-        """Store new tokens, and give ``query`` back as it attends to what is stored."""
-        means = None if self.key_means is None else self.key_means[layer]
-        return self.ops.append(layer, key, value, step, rotation=self.rotation, key_means=means, query=query)
-
     def _as_stored(
         self, step: Step, layer: int, q: torch.Tensor, key: torch.Tensor, value: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -110,9 +98,11 @@ class Wrapper:
             key = key - self._rounded_means[layer]
         return q, key, value
 
-    def _turned_back(self, step: Step, out: torch.Tensor) -> torch.Tensor:
+    def _turned_back(self, step: Step, layer: int, out: torch.Tensor) -> torch.Tensor:
         """What attention to stored values gives, [tokens, Hq, v_head_dim], as the model expects it."""
-        return self.ops.rotate(out, launches=step.launches)[0] if self.rotation.values else out
+        if self.rotation.values:
+            out = self.ops.rotate(out, launches=step.launches)[0]
+        return self.fitted.turn_back(layer, out)
 
 
 class DecodeWrapper(Wrapper):
@@ -128,17 +118,19 @@ class DecodeWrapper(Wrapper):
         """rows, seq_lens: [B] integers on the device, the new token counted; row 0 is padding, and gets zeros."""
         self.step = self.ops.decode_step(rows, seq_lens)
 
-    def _run(
+    def run(
         self, layer: int, q: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: Scaling,
-        sink_logits: torch.Tensor | None,
+        sink_logits: torch.Tensor | None = None,
     ) -> torch.Tensor:  # fmt: skip
         step = self._planned(q, scaling, sink_logits)
-        rotated = self._append(step, layer, key, value, q)
+        q, key, value = self.fitted.turn(layer, q, key, value)
+        means = self._means_of[layer]
+        rotated = self.ops.append(layer, key, value, step, rotation=self.rotation, key_means=means, query=q)
         assert rotated is not None
         if self.queries is not None:
             self.ops.store_queries(self.queries, layer, rotated, step)
         out = self.ops.decode(layer, rotated, step, scaling, sink_logits)
-        return self._turned_back(step, out)
+        return self._turned_back(step, layer, out)
 
     def end(self) -> None:
         """Compaction of all layers, where the policy wants any; sliding layers drop what has left their window."""
@@ -186,23 +178,24 @@ class ExtendWrapper(Wrapper):
         scored = self.step.shared_scores
         self.step.unscored = tuple(0 if number in scored else held for number, held in enumerate(shared or ()))
 
-    def _run(
+    def run(
         self, layer: int, q: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: Scaling,
-        sink_logits: torch.Tensor | None,
+        sink_logits: torch.Tensor | None = None,
     ) -> torch.Tensor:  # fmt: skip
         step = self._planned(q, scaling, sink_logits)
-        self._append(step, layer, key, value)
+        q, key, value = self.fitted.turn(layer, q, key, value)
+        self.ops.append(layer, key, value, step, rotation=self.rotation, key_means=self._means_of[layer])
         # New tokens that see each other only: in any form attention is the same, and so are scores.
         if not step.max_prefix and not self.ops.reads_new_tokens:
-            return self.ops.extend(layer, q, key, value, step, scaling, sink_logits)
+            return self.fitted.turn_back(layer, self.ops.extend(layer, q, key, value, step, scaling, sink_logits))
         means = None if self._given_means is None else self._given_means[layer]
         out = self.ops.extend_unpacked(
             layer, q, key, value, step, scaling, rotation=self.rotation, key_means=means, sink_logits=sink_logits
         )
         if out is not None:
-            return out
+            return self.fitted.turn_back(layer, out)
         form = self._as_stored(step, layer, q, key, value)
-        return self._turned_back(step, self.ops.extend(layer, *form, step, scaling, sink_logits))
+        return self._turned_back(step, layer, self.ops.extend(layer, *form, step, scaling, sink_logits))
 
     def end_prompt(self, row: int, seq_len: int) -> None:
         """Sort a row's prompt of ``seq_len`` tokens into tiers, where the policy wants it, and drop what has left

@@ -7,8 +7,6 @@ from typing import Any
 
 import torch
 
-from sglang_diffkv.kernels.rotate.triton import prepare_rotate
-
 
 def form_of(x: torch.Tensor | None) -> Hashable:
     """All that a kernel's variant, and the checks of its wrapper, depend on of a tensor beside its device."""
@@ -32,10 +30,3 @@ class Launches:
         if kept is None or kept[0] != form:
             kept = self._kept[what] = (form, prepare())
         return kept[1]
-
-
-def rotate_again(launches: Launches, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """``rotate`` of a pass's tensors."""
-    what = ("rotate", *(x.shape for x in tensors))
-    rotated: tuple[torch.Tensor, ...] = launches.prepared(what, lambda: prepare_rotate(*tensors), *tensors)(*tensors)
-    return rotated

@@ -37,7 +37,7 @@ from sglang_diffkv.kernels.random_scores.triton import random_scores
 from sglang_diffkv.kernels.redundancy.triton import redundancy
 from sglang_diffkv.kernels.release.triton import prepare_release
 from sglang_diffkv.kernels.rotate.reference import NO_ROTATION, Rotation
-from sglang_diffkv.kernels.rotate.triton import rotate
+from sglang_diffkv.kernels.rotate.triton import prepare_rotate, rotate
 from sglang_diffkv.kernels.select.triton import count_above, select_count, select_least, select_mass
 from sglang_diffkv.kernels.set_blocks.triton import prepare_set_blocks
 from sglang_diffkv.kernels.slide.triton import slide
@@ -53,7 +53,7 @@ from sglang_diffkv.ops.base import Ops, RowKernels, Scaling, Step
 from sglang_diffkv.ops.decisions import Decisions, Scoring, WholeHeadKernels
 from sglang_diffkv.ops.decode_buffers import DecodeBuffers
 from sglang_diffkv.ops.flash import FlashPrefill
-from sglang_diffkv.ops.launches import Launches, rotate_again
+from sglang_diffkv.ops.launches import Launches
 from sglang_diffkv.ops.library import PrefillLibrary, base_2
 from sglang_diffkv.ops.prompt_scores import prompts_scored, score_new
 from sglang_diffkv.ops.ragged import RaggedPrefill
@@ -212,7 +212,12 @@ class TritonOps(Ops):
         reserve(self.state, rows, new_tokens, self._spans(rows.shape[0]), _all_of(rows))
 
     def rotate(self, *tensors: torch.Tensor, launches: Launches | None = None) -> tuple[torch.Tensor, ...]:
-        return rotate(*tensors) if launches is None else rotate_again(launches, *tensors)
+        if launches is None:
+            return rotate(*tensors)
+        what = ("rotate", *(x.shape for x in tensors))
+        again = launches.prepared(what, partial(prepare_rotate, *tensors), *tensors)
+        rotated: tuple[torch.Tensor, ...] = again(*tensors)
+        return rotated
 
     def append(
         self, layer: int, key: torch.Tensor, value: torch.Tensor, step: Step, *, rotation: Rotation = NO_ROTATION,
@@ -240,12 +245,13 @@ class TritonOps(Ops):
             part, _ = self._slice(step, number)
             some, result = (q, out) if len(workspaces) == 1 else (q[part], out[part])
             prepare = partial(self._prepare_decode, number, some, step, scaling, attention_span, sink_logits)
-            again = step.launches.prepared(
+            split, finish = step.launches.prepared(
                 ("decode", number, *scaling, attention_span), prepare, some, result, sink_logits
             )  # fmt: skip
             # Nobody reads it. Of this call, since what a graph writes to has to be in the graph's own memory.
             lse = torch.empty(some.shape[:2], dtype=torch.float32, device=q.device)
-            again(layer, some, result, lse, sink_logits)
+            split(q=some, layer=layer)
+            finish(out=result, lse_out=lse, layer=layer, sink_logits=sink_logits)
         return out
 
     def _prepare_decode(

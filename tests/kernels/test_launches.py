@@ -93,10 +93,10 @@ def test_a_step_keeps_nothing_that_its_kernels_write_to(monkeypatch: pytest.Monk
     ops, written = TritonOps(manager.state, WINDOW, HEADS * GROUP, 400), []
 
     def prepare(*args, **kwargs):
-        def run(layer, q, out, lse, sink_logits):
-            written.append([weakref.ref(lse), weakref.ref(out)])
+        def finish(out, lse_out, layer, sink_logits):
+            written.append([weakref.ref(lse_out), weakref.ref(out)])
 
-        return run
+        return lambda q, layer: None, finish
 
     monkeypatch.setattr("sglang_diffkv.ops.triton.prepare_decode", prepare)
     one = torch.ones(1, dtype=torch.int64, device=DEVICE)

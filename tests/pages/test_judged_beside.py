@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -86,13 +87,17 @@ def held(manager: PageManager, row: int) -> tuple[np.ndarray, list[tuple[Any, ..
     return tier_map(manager.state, row, manager.rows.length(row)), sorted(zip(*(x.tolist() for x in columns)))
 
 
-@pytest.mark.parametrize("tiers", ["BF16", "K8V4 K4V2"])
 @pytest.mark.parametrize(
-    ("kernels", "late", "first"),
+    ("tiers", "kernels", "late", "first"),
     [
-        *(("reference", late, first) for late in (False, True) for first in (True, False)),
-        ("triton", True, True),
-        *(pytest.param("triton", *x, marks=pytest.mark.full) for x in ((False, True), (True, False), (False, False))),
+        *((tiers, "reference", *x) for tiers in ("BF16", "K8V4 K4V2") for x in product((False, True), (True, False))),
+        ("K8V4 K4V2", "triton", True, True),
+        pytest.param("BF16", "triton", True, True, marks=pytest.mark.full),  # quick: requests that leave meanwhile
+        *(
+            pytest.param(tiers, "triton", *x, marks=pytest.mark.full)
+            for tiers in ("BF16", "K8V4 K4V2")
+            for x in ((False, True), (True, False), (False, False))
+        ),
     ],
 )
 def test_what_stays_is_what_stays_between_two_steps(tiers, kernels, late, first):

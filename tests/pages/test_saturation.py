@@ -63,7 +63,7 @@ def test_long_prompts_are_admitted_for_what_they_need() -> None:
     mean, capacity = [], 156800
     for compacts in (False, True):
         server = DiffKVServer(FMT, capacity, heads(0.06), rows=30, longest=40600, compacts_chunks=compacts)
-        seen = Scheduler(server, [Request(40000, 512) for _ in range(24)], 30).run()
+        seen = Scheduler(server, [Request(40000, 512) for _ in range(16)], 30).run()
         assert (seen.compacted > 0) == compacts
         mean.append(seen.mean)
     assert mean[1] > 1.15 * mean[0]
@@ -85,7 +85,7 @@ def test_the_ring_is_never_empty(seed: int) -> None:
     compresses as it likes, in a pool for a few of them."""
     drawn = random.Random(seed)
     server = DiffKVServer(FMT, 3000, heads(drawn.random(), 0.4), rows=60, longest=2900)
-    requests = [Request(drawn.choice((10, 100, 700, 1400)), drawn.choice((1, 5, 60, 300, 1200))) for _ in range(50)]
+    requests = [Request(drawn.choice((10, 100, 700, 1400)), drawn.choice((1, 5, 60, 300, 1200))) for _ in range(30)]
 
     def other_attention(step: int) -> None:
         if step % 40 == 0:

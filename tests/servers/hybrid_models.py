@@ -16,7 +16,7 @@ from sglang_diffkv.evaluate import client
 from sglang_diffkv.evaluate.client import Record
 from sglang_diffkv.evaluate.server import Server
 from tests.servers.second_plugin import install
-from tests.servers.shared import EVERY_STEP
+from tests.servers.shared import STRICT
 
 INTERPRETED = {"TRITON_INTERPRET": "1"}
 """Layers with states call Triton on a CPU where they do not call the placeholder of ``sgl_kernel``."""
@@ -53,8 +53,8 @@ class Hybrid:
         return {**self.env, "SGLANG_PLUGINS": self.plugin}
 
     def serve(self, server_of: Callable[..., Server], args: Sequence[str], config: dict[str, Any]) -> Server:
-        """A server of ours that checks itself after every step."""
-        env = {**EVERY_STEP, **self.env}
+        """A server of ours that checks itself."""
+        env = {**STRICT, **self.env}
         return server_of("diffkv", (*args, *self.args), model=self.model, config=config, env=env)
 
 

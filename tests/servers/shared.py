@@ -10,6 +10,9 @@ from __future__ import annotations
 import json
 import os
 import random
+import signal
+import subprocess
+import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -30,6 +33,24 @@ less than half as long."""
 
 START_TIMEOUT = 600.0
 """Seconds; two servers may start on two busy cores."""
+
+
+def completed(
+    command: Sequence[str], env: Mapping[str, str], cwd: str | Path | None = None, timeout: float = 300.0
+) -> subprocess.CompletedProcess[str]:
+    """``subprocess.run`` of a program of SGLang's, forked where servers are. It is killed if it takes ``timeout`` s."""
+    with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
+        process = Server.popen(command, stdin=subprocess.DEVNULL, stdout=out, stderr=err, env=env, cwd=cwd)
+        try:
+            status = process.wait(timeout)
+        finally:
+            if process.poll() is None:
+                os.kill(process.pid, signal.SIGKILL)
+        said = []
+        for file in (out, err):
+            file.seek(0)
+            said.append(file.read().decode())
+    return subprocess.CompletedProcess(command, status, *said)
 
 
 class SharedServer:

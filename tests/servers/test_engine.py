@@ -11,6 +11,7 @@ import pytest
 from benchmarks.paths import NANO, REPOSITORY
 from sglang_diffkv.config import CONFIG_ENV
 from sglang_diffkv.evaluate.server import CPU_ENV, OFFLINE_ENV, has_gpu
+from tests.servers.shared import completed
 
 pytestmark = pytest.mark.server
 
@@ -20,7 +21,7 @@ def run_example(config: str, *arguments: str) -> subprocess.CompletedProcess[str
     inherited = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     env = {**inherited, **({} if has_gpu() else CPU_ENV), **OFFLINE_ENV, CONFIG_ENV: config}
     command = [sys.executable, "examples/engine.py", *arguments]
-    return subprocess.run(command, cwd=REPOSITORY, env=env, capture_output=True, text=True, timeout=300)
+    return completed(command, env, cwd=REPOSITORY)
 
 
 def test_engine_example() -> None:

@@ -6,10 +6,7 @@ import json
 import logging
 import os
 import shutil
-import signal
-import subprocess
 import sys
-import tempfile
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -24,7 +21,7 @@ from benchmarks.quality.random_windows import make_gemma3
 from sglang_diffkv.config import CONFIG_ENV, DiffKVConfig, DiffKVPolicyConfig, load_config, read_config
 from sglang_diffkv.errors import ConfigError, UnsupportedError
 from sglang_diffkv.evaluate.ports import Port
-from sglang_diffkv.evaluate.server import CPU_ENV, OFFLINE_ENV, Server
+from sglang_diffkv.evaluate.server import CPU_ENV, OFFLINE_ENV
 from sglang_diffkv.plan import MemoryPlan
 from sglang_diffkv.policies.registry import PolicyConfig
 from sglang_diffkv.refusals import kind_of
@@ -39,6 +36,7 @@ from sglang_diffkv.srt.versions import compat
 from sglang_diffkv.srt.versions import disaggregation as two
 from sglang_diffkv.srt.versions.compat import TESTED_VERSIONS, UNTRIED_ENV
 from tests.policies import METHOD_NAMES, diffkv_policy, documented_methods
+from tests.servers.shared import completed
 
 
 @pytest.mark.parametrize(
@@ -439,16 +437,9 @@ def _launch(*args: str, path: Path | None = None, model: str | Path = NANO) -> s
     if path is not None:
         env["PYTHONPATH"] = os.pathsep.join([str(path), env.get("PYTHONPATH", "")])
     command = [sys.executable, "-m", "sglang.launch_server", "--model-path", str(model), "--device", "cpu", *args]
-    with tempfile.TemporaryFile() as output:
-        process = Server.popen(command, stdout=output, stderr=subprocess.STDOUT, env=env)
-        try:
-            code = process.wait(240)
-        finally:
-            if process.poll() is None:
-                os.kill(process.pid, signal.SIGKILL)
-        output.seek(0)
-        told = output.read().decode()
-    assert code != 0, told
+    done = completed(command, env)
+    told = done.stdout + done.stderr
+    assert done.returncode != 0, told
     return told
 
 

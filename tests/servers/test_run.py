@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import subprocess
 import sys
 
 import pytest
@@ -13,6 +12,7 @@ from benchmarks.paths import NANO, REPOSITORY
 from sglang_diffkv import run
 from sglang_diffkv.config import CONFIG_ENV
 from sglang_diffkv.evaluate.server import CPU_ENV, OFFLINE_ENV, has_gpu, stock_backend
+from tests.servers.shared import completed
 
 
 def _one_batch(backend: str, *program: str) -> list[str]:
@@ -22,7 +22,7 @@ def _one_batch(backend: str, *program: str) -> list[str]:
     command = [sys.executable, "-m", *program, "--model-path", str(NANO), "--attention-backend", backend]
     command += ["--dtype", "bfloat16", "--max-total-tokens", "4000", "--disable-cuda-graph", "--correctness-test"]
     command += [] if has_gpu() else ["--device", "cpu"]
-    done = subprocess.run(command, cwd=REPOSITORY, env=env, capture_output=True, text=True, timeout=300)
+    done = completed(command, env, cwd=REPOSITORY)
     assert done.returncode == 0, done.stderr[-3000:]
     return re.findall(r"^=+ Prompt \d =+\s*\n(.*)$", done.stdout, re.MULTILINE)
 

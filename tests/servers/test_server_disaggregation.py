@@ -58,9 +58,9 @@ def pairs() -> Iterator[dict[str, Pair]]:
 @pytest.mark.parametrize("name", ["default", "lossless"])
 def test_two_servers_give_the_tokens_of_one(name: str, pairs: dict[str, Pair], shared_server: SharedServer) -> None:
     two, config = pairs[name], {"default": DEFAULT, "lossless": LOSSLESS}[name]
-    replies = [two.reply(x, 40) for x in PROMPTS]
+    replies = [two.reply(x, 24) for x in PROMPTS]
     one = shared_server.get("diffkv", ROOMY, config=config, env=STRICT)
-    assert replies == [one.generate(request(x, 40))["output_ids"] for x in PROMPTS]
+    assert replies == [one.generate(request(x, 24))["output_ids"] for x in PROMPTS]
     sent, received = (stats_of(server)["transfer"] for server in (two.prefill, two.decode))
     assert (sent["sent"], received["received"]) == (len(PROMPTS), len(PROMPTS))
     settled(two)
@@ -69,10 +69,10 @@ def test_two_servers_give_the_tokens_of_one(name: str, pairs: dict[str, Pair], s
 def test_a_full_decode_server_retracts_and_all_replies_are_those_of_a_roomy_one(pairs: dict[str, Pair]) -> None:
     two = pairs["lossless"]
     prompts = [prompt(60 + 17 * k, 10 + k) for k in range(5)]
-    alone = [two.reply(x, 140) for x in prompts]
+    alone = [two.reply(x, 100) for x in prompts]
     for _ in range(5):  # until as many have met as the pool has no room for
         with ThreadPoolExecutor(len(prompts)) as threads:
-            together = list(threads.map(lambda x: two.reply(x, 140), prompts))
+            together = list(threads.map(lambda x: two.reply(x, 100), prompts))
         assert together == alone
         if (found := stats_of(two.decode)["transfer"])["retracted_kept"]:
             break

@@ -15,7 +15,7 @@ from tests.servers.shared import STRICT, check_idle, stats_of, tokens
 
 pytestmark = pytest.mark.server
 
-SESSIONS, TURNS, NEW, REPLY, AT_ONCE = 3, 10, 80, 16, 2
+SESSIONS, TURNS, NEW, REPLY, AT_ONCE = 3, 7, 80, 16, 2
 PAGE_TOKENS = 8
 ARGS = ["--max-total-tokens", "1200", "--enable-hierarchical-cache", "--hicache-size", "1"]
 POLICY = {"name": "diffkv", "alpha_high": 1e9, "window": 96, "pressure_window": None, "turn_window": 8}

@@ -32,15 +32,15 @@ def _group(name: str, count: int) -> tuple[list[Example], list[list[int]]]:
 
 def test_the_tree_keeps_prompts_high_and_requests_run_compressed(server: Server) -> None:
     item = next(x for x in splits.load("dev") if x.task == "mul" and x.level == "medium")
-    long = chat_ids(load_tokenizer(NANO), "Remember. " * 300 + item.prompt)
+    long = chat_ids(load_tokenizer(NANO), "Remember. " * 150 + item.prompt)
     server.flush_cache()
     before = stats_of(server)["finished"]
-    client.ask(server.url, long, 300)
+    client.ask(server.url, long, 100)
     stats = stats_of(server)
     low = stats["finished"]["low"] - before["low"]
     assert low > 0.2 * len(long) * 12, "the request did not run on a compressed copy"
     assert stats["share_high"] > 0.8, "the tree does not keep the prompt in the high tier"
-    again = client.ask(server.url, long, 300)
+    again = client.ask(server.url, long, 1)
     assert again.cached_tokens == len(long) - 1
 
 

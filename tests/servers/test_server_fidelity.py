@@ -23,7 +23,7 @@ ALONE = {"rotate": "both", "tiers": ["K8V4"]}
 EXACT = {**MIXED, "prefix_fidelity": "exact"}
 LOSSLESS = {"tiers": ["BF16", "K4V2"], "policy": {"name": "diffkv", "window": 32, "alpha_high": 1e9}}
 PROMPTS = [tokens(count, 70 + count) for count in (420, 300, 150)]
-REPLY = 24
+REPLY = 16
 LICENCE = (REPOSITORY / "LICENSE").read_text(encoding="utf-8")
 TEXTS = [LICENCE[start : start + 1500] for start in (0, 3000, 6000)]
 """Real text, whose next words are rarely toss-ups for the model."""

@@ -22,7 +22,7 @@ from tests.servers.shared import STRICT, check_idle, stats_of, tokens
 
 pytestmark = pytest.mark.server
 
-NEW_TOKENS, CAPACITY = 16, 700
+NEW_TOKENS, CAPACITY = 10, 700
 LOSSLESS = {"tiers": ["BF16"], "share_min_tokens": 32}
 COMPRESSED = {"policy": {"name": "diffkv", "window": 16}, "share_min_tokens": 32}
 NGRAMS = ("--speculative-algorithm", "NGRAM", "--speculative-num-draft-tokens", "5", *CHAIN.split())

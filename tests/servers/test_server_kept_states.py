@@ -35,7 +35,7 @@ LOSSLESS = {"tiers": ["BF16"], "share_min_tokens": 8}
 TIERS = {"policy": {"name": "diffkv", "window": 16}, "share_min_tokens": 8}
 
 
-def _family(seed: int = 3, count: int = 20) -> list[list[int]]:
+def _family(seed: int = 3, count: int = 12) -> list[list[int]]:
     """Prompts that begin as others do, up to their end or somewhere before."""
     source, stems, prompts = random.Random(seed), [tokens(150, 1), tokens(90, 2)], []
     for _ in range(count):

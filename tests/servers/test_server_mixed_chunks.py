@@ -34,7 +34,7 @@ pytestmark = pytest.mark.server
 
 CHUNKS = ["--chunked-prefill-size", "96"]
 MIXED = [*CHUNKS, "--enable-mixed-chunk"]
-REQUESTS, SHARED, NEW_TOKENS = 16, 4, 48
+REQUESTS, SHARED, NEW_TOKENS = 10, 3, 32
 ROOM = 6000
 """Tokens of a pool in which all fit."""
 

@@ -122,10 +122,10 @@ def test_events_tell_what_the_prefix_cache_holds(server: Server, listened: tuple
     draw = random.Random(2)
     asked = [_prompt(100 + i % 6, 300)[: draw.randrange(60, 300)] + _prompt(200 + i, 60) for i in range(30)]
     for ids in asked:
-        _ask(server, ids)
+        _ask(server, ids, 1)
     events.read()
     assert events.removed > before, "nothing was evicted"
-    for ids in asked[-8:]:
+    for ids in asked[-6:]:
         expected = events.cached(ids)
         assert _cached(_ask(server, ids, 1)) == expected
         events.read()
@@ -146,14 +146,14 @@ def test_a_request_of_higher_priority_takes_the_room(server: Server) -> None:
     ended: list[int] = []
 
     def plain(number: int) -> None:
-        payload = {"max_new_tokens": 200, "temperature": 0, "ignore_eos": True}
+        payload = {"max_new_tokens": 120, "temperature": 0, "ignore_eos": True}
         request = {"input_ids": _prompt(400 + number, 60), "sampling_params": payload, "stream": True}
         lines = requests.post(f"{server.url}/generate", json=request, stream=True, timeout=600).iter_lines()
         last = next(lines)
         full.wait()
         for line in lines:
             last = line if line.startswith(b"data: {") else last
-        assert json.loads(last.removeprefix(b"data: "))["meta_info"]["completion_tokens"] == 200
+        assert json.loads(last.removeprefix(b"data: "))["meta_info"]["completion_tokens"] == 120
         ended.append(number)
 
     full = threading.Barrier(RUNNING + 1)
@@ -184,11 +184,11 @@ def test_hidden_states_and_logit_processors(server: Server) -> None:
 @pytest.mark.parametrize("mode", ["retract", "in_place", "abort"])
 def test_a_pause_in_generation(server: Server, mode: str) -> None:
     ids = _prompt(600)
-    alone = _ask(server, ids, 100)
+    alone = _ask(server, ids, 100) if mode == "in_place" else {}
     server.flush_cache()
     with ThreadPoolExecutor(1) as pool:
         reply = pool.submit(_ask, server, ids, 100)
-        time.sleep(1)
+        time.sleep(0.4)
         assert server.post("/pause_generation", {"mode": mode}).ok
         if mode == "abort":
             reply.result()

@@ -17,7 +17,7 @@ from tests.servers.shared import STRICT, check_idle, stats_of
 
 pytestmark = pytest.mark.server
 
-NEW_TOKENS = 20
+NEW_TOKENS = 12
 LOSSLESS = {"tiers": ["BF16"], "share_min_tokens": 32}
 HOST = ("--max-total-tokens", "700", "--hicache-ratio", "20", "--enable-hierarchical-cache")
 NGRAMS = ("--speculative-algorithm", "NGRAM", "--speculative-num-draft-tokens", "5", *CHAIN.split())
@@ -39,7 +39,7 @@ def prompts() -> list[list[int]]:
 @pytest.mark.parametrize("form", ["host memory", *FULL])
 def test_lossless_gives_stock_tokens(form: str, prompts: list[list[int]], server_of: Callable[..., Server]) -> None:
     size, args = FORMS[form]
-    stock = server_of(stock_backend(), env={"SGLANG_PLUGINS": "none"})
+    stock = server_of(stock_backend())
     expected = client.run(stock.url, prompts, NEW_TOKENS, top_logprobs=2)
     server = server_of("diffkv", ("--page-size", str(size), *args), config=LOSSLESS, env=STRICT)
     for concurrency in (4, 1):

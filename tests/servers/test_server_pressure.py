@@ -151,7 +151,7 @@ def test_a_prompt_that_needs_the_pool_gets_it_from_its_own_prefix(
 
 @pytest.mark.parametrize(
     ("config", "requests"),
-    [(COMPRESSED, 6), *(pytest.param(x, REQUESTS, marks=pytest.mark.full) for x in (COMPRESSED, EXACT))],
+    [(COMPRESSED, 4), *(pytest.param(x, REQUESTS, marks=pytest.mark.full) for x in (COMPRESSED, EXACT))],
     ids=str,
 )
 def test_small_pool_under_compression_completes_all(

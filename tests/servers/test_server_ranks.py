@@ -65,7 +65,7 @@ def _ids(items: list[Example]) -> list[list[int]]:
 
 
 @pytest.mark.parametrize(
-    ("questions", "shared", "new_tokens"), [(3, 1, 24), pytest.param(20, 4, 48, marks=pytest.mark.full)]
+    ("questions", "shared", "new_tokens"), [(2, 1, 16), pytest.param(20, 4, 48, marks=pytest.mark.full)]
 )
 def test_two_ranks_give_the_tokens_of_stock_s_two(
     questions: int, shared: int, new_tokens: int, serve: Callable[..., Server]
@@ -90,24 +90,24 @@ def test_two_ranks_give_the_tokens_of_stock_s_two(
 def test_two_ranks_bring_back_what_the_pool_has_lost(tmp_path: Path, serve: Callable[..., Server]) -> None:
     """From host memory, and after a flush from a folder, in which each rank has parts of its own. Replies are those
     computed without a cache."""
-    prompts = [tokens(150, seed) for seed in range(300, 304)]
+    prompts = [tokens(150, seed) for seed in range(300, 303)]
     extra = {"file_storage_path": str(tmp_path), "prefetch_threshold": 32, "max_size": "100M"}
     store = ("--hicache-storage-backend", "file", "--hicache-storage-prefetch-policy", "wait_complete")
     args = tier(WRITE_THROUGH, *store, "--hicache-storage-backend-extra-config", json.dumps(extra))
     server = serve(2, {**LOSSLESS, "share_min_tokens": 32}, *args)
-    computed = client.run(server.url, prompts, 16, top_logprobs=2)
+    computed = client.run(server.url, prompts, 8, top_logprobs=2)
     crowd_out(server)
-    back = client.run(server.url, prompts, 16, concurrency=4)
+    back = client.run(server.url, prompts, 8, concurrency=3)
     check_tokens([x.output_ids for x in back], computed, "from host memory")
     found = stats_of(server)["host_prefixes"]
-    assert found["hits"] >= 4 and found["tokens_restored"] >= 4 * 140
+    assert found["hits"] >= 3 and found["tokens_restored"] >= 3 * 140
     written(server, len(prompts))
     server.flush_cache()
-    again = [ask(server, prompt) for prompt in prompts]
+    again = [ask(server, prompt, 8) for prompt in prompts]
     check_tokens([reply for reply, _ in again], computed, "from the folder")
-    assert all(where["storage"] >= 140 for _, where in again) and stats_of(server)["stored_prefixes"]["hits"] == 4
+    assert all(where["storage"] >= 140 for _, where in again) and stats_of(server)["stored_prefixes"]["hits"] == 3
     ranks = [segment_object.decode(x.read_bytes())[0].header["rank"] for x in tmp_path.rglob("*.segment")]
-    assert ranks.count(0) == ranks.count(1) >= 4
+    assert ranks.count(0) == ranks.count(1) >= 3
 
 
 @pytest.mark.full

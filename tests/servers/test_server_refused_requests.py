@@ -14,7 +14,7 @@ import requests
 
 from sglang_diffkv.evaluate.server import Server
 from tests.servers.failing_plugin import failing_server
-from tests.servers.shared import tokens
+from tests.servers.shared import SHALLOW, tokens
 
 pytestmark = pytest.mark.server
 
@@ -89,7 +89,7 @@ def register():
 @pytest.fixture(scope="module", params=["compressed", pytest.param("exact", marks=pytest.mark.full)])
 def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     folder = tmp_path_factory.mktemp("plugin")
-    args = ["--enable-priority-scheduling", "--max-running-requests", str(RUNNING)]
+    args = ["--enable-priority-scheduling", "--max-running-requests", str(RUNNING), *SHALLOW]
     with failing_server(folder, PLUGIN, {"prefix_fidelity": request.param}, args) as running:
         yield running
 
@@ -123,14 +123,14 @@ def test_a_step_that_cannot_be_planned(server: Server) -> None:
 def test_the_last_chunk_of_a_long_prompt(server: Server) -> None:
     (end,) = ask(server, [tokens(2 * 1024 + CHUNK, 8)], [4])
     assert "injected while a step is planned" in end
-    assert ask(server, [tokens(2 * 1024, 8), tokens(70, 9)], [40, 40]) == ["length", "length"]
+    assert ask(server, [tokens(2 * 1024, 8), tokens(70, 9)], [8, 8]) == ["length", "length"]
 
 
 def test_a_step_of_decode(server: Server) -> None:
-    ends = ask(server, [tokens(REPLY - 20, 10), tokens(30, 11)], [60, 60])
+    ends = ask(server, [tokens(REPLY - 10, 10), tokens(30, 11)], [30, 30])
     assert "injected in decode" in ends[0]
     assert ends[1] == "length"
-    ends = ask(server, [tokens(REPLY - 20, 12)], [60])
+    ends = ask(server, [tokens(REPLY - 10, 12)], [30])
     assert "injected in decode" in ends[0], "alone in its batch"
     assert ask(server, [tokens(30, 13)], [5]) == ["length"]
 

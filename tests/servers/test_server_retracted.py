@@ -74,10 +74,10 @@ def _one_token_passes(server: Server) -> int:
 
 
 def test_replies_are_those_of_a_roomy_pool(server_of: Callable[..., Server]) -> None:
-    prompts = _questions(6)
-    roomy = _load(server_of("diffkv", ("--max-total-tokens", "16384"), config=LOSSLESS, env=STRICT), prompts)
+    prompts = _questions(4)
+    roomy = _load(server_of("diffkv", ("--max-total-tokens", "16384"), config=LOSSLESS, env=STRICT), prompts, 180)
     server = server_of("diffkv", TIGHT, config=LOSSLESS, env=STRICT)
-    assert _load(server, prompts) == roomy
+    assert _load(server, prompts, 180) == roomy
     found = _check_balanced(server)
     assert found["restored"] and not found["no_host_memory"]
     assert found["tokens_restored"] >= 60 * found["restored"]
@@ -143,7 +143,7 @@ def _some_on_the_host(server: Server) -> Iterator[list[Future[Any]]]:
 
 @pytest.fixture
 def server(server_of: Callable[..., Server]) -> Server:
-    return server_of("diffkv", ("--max-total-tokens", "480", *TIGHT[2:]), config=COMPRESSED, env=STRICT)
+    return server_of("diffkv", ("--max-total-tokens", "480", *TIGHT[2:], *SHALLOW), config=COMPRESSED, env=STRICT)
 
 
 def test_one_that_is_aborted_leaves_no_host_memory(server: Server) -> None:

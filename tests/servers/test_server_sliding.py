@@ -27,7 +27,7 @@ from tests.servers.shared import STRICT, SharedServer, check_idle, stats_of, tok
 
 pytestmark = pytest.mark.server
 
-NEW_TOKENS = 36
+NEW_TOKENS = 20
 ARGS = ("--max-total-tokens", "6000", "--chunked-prefill-size", "128")
 LONG, BRANCH = 300, 200
 PROMPTS = [tokens(length, seed) for seed, length in enumerate((30, 70, 150, LONG, 390))]

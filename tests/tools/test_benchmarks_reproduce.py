@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shlex
 import signal
 import subprocess
@@ -10,6 +11,7 @@ import sys
 import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -19,6 +21,8 @@ from benchmarks.reproduce import cli, served
 from benchmarks.reproduce.given import CONFIGS, DEFAULT, XKV, Need
 from benchmarks.reproduce.parts import PARTS, Part
 from benchmarks.reproduce.run import Maker, Record, settings
+from sglang_diffkv.evaluate.server import CPU_ENV, OFFLINE_ENV
+from tests.servers.shared import completed
 from tests.tools.evaluation import DATA, REFERENCE
 
 DEV = f"reference={SPLITS / 'dev.jsonl.xz'}"
@@ -274,7 +278,10 @@ def test_a_figure_is_made_for_real(run, tmp_path):
     assert "python -m benchmarks.figures fig3 --model nano --task reference=reference.jsonl --n 1" in page
 
 
-def test_the_doctor_is_asked_about_every_method(tmp_path):
+def test_the_doctor_is_asked_about_every_method(monkeypatch):
+    env = {**{k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}, **CPU_ENV, **OFFLINE_ENV}
+    forked = SimpleNamespace(run=lambda command, cwd, **options: completed(command, env, cwd))
+    monkeypatch.setattr(served, "subprocess", forked)
     found = served.refusals(str(NANO), ["--enable-lmcache"], [DEFAULT])
     assert "lmcache" in found[DEFAULT]
     with pytest.raises(RuntimeError, match="could not be looked at"):

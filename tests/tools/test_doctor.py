@@ -7,7 +7,6 @@ import json
 import os
 import subprocess
 import sys
-import tempfile
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,13 +20,14 @@ from sglang_diffkv import doctor, releases
 from sglang_diffkv.capacity import cli as capacity
 from sglang_diffkv.config import DiffKVConfig
 from sglang_diffkv.errors import UnsupportedError
-from sglang_diffkv.evaluate.server import CPU_ENV, OFFLINE_ENV, Server
+from sglang_diffkv.evaluate.server import CPU_ENV, OFFLINE_ENV
 from sglang_diffkv.files import missing_model
 from sglang_diffkv.findings import Findings
 from sglang_diffkv.plan import planned_request_rows
 from sglang_diffkv.srt import doctor as srt_doctor
 from sglang_diffkv.srt.versions import compat
 from tests.helpers import make_format
+from tests.servers.shared import completed
 
 MLA = REPOSITORY / "tests" / "data" / "mla"
 UNKNOWN = """
@@ -52,15 +52,7 @@ def _run(*args: str, first: Path | None = None, bare: bool = False) -> subproces
         path = [str(first)] if first else []
         path += [str(REPOSITORY)] if bare else [str(REPOSITORY), env.get("PYTHONPATH", "")]
         env["PYTHONPATH"] = os.pathsep.join(path)
-        return subprocess.run(command, env=env, capture_output=True, text=True, timeout=300, check=False)
-    with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
-        process = Server.popen(command, stdout=out, stderr=err, env=env)
-        status = process.wait(300)
-        said = []
-        for file in (out, err):
-            file.seek(0)
-            said.append(file.read().decode())
-    return subprocess.CompletedProcess(command, status, *said)
+    return completed(command, env)
 
 
 def _lines(report: dict[str, Any], section: str) -> dict[str, dict[str, Any]]:

@@ -27,6 +27,7 @@ class Sending:
     def __init__(self, manager: PageManager):
         self.manager = manager
         self.exports: dict[Any, RowExport] = {}
+        self._sent: set[Any] = set()  # of these requests, those whose rows SGLang's senders have
 
     def begin(self, req: Any) -> None:
         """The request's prompt has ended. Where the decode server has let go of it meanwhile SGLang's sender knows."""
@@ -50,7 +51,7 @@ class Sending:
         transfer = self.manager.transfer
         assert transfer is not None
         for req, export in list(self.exports.items()):
-            if getattr(req, "diffkv_sent", None) is export:
+            if req in self._sent:
                 continue
             try:
                 if transfer.advance(export) and not export.problem:
@@ -68,7 +69,7 @@ class Sending:
         sender, blocks = req.disagg_kv_sender, block_numbers(export.blocks)
         sender.num_kv_indices = len(blocks)  # of those that the decode server has named, the first ones
         sender.send(blocks, None, num_kv_tokens=self.manager.rows.length(export.row))
-        req.diffkv_sent = export
+        self._sent.add(req)
 
     def _fail(self, req: Any, problem: str) -> None:
         """The request's row cannot go: both servers end it."""
@@ -85,5 +86,6 @@ class Sending:
         """The request gives up its row: SGLang's sender has concluded."""
         export = self.exports.pop(req, None)
         if export is not None and self.manager.transfer is not None:
-            well = getattr(req, "diffkv_sent", None) is export and compat.has_finished_well(req)
+            well = req in self._sent and compat.has_finished_well(req)
             self.manager.transfer.finish(export, well=well)
+        self._sent.discard(req)

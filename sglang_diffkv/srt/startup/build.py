@@ -22,7 +22,7 @@ from sglang_diffkv.mem_pool.footprint import MIB
 from sglang_diffkv.mem_pool.ledger import PageLedger
 from sglang_diffkv.mem_pool.page_manager import PageManager
 from sglang_diffkv.plan import MemoryPlan
-from sglang_diffkv.policies.base import AcrossLayers
+from sglang_diffkv.policies.base import AcrossLayers, Policy
 from sglang_diffkv.policies.diffkv import DiffKVPolicy
 from sglang_diffkv.srt.backend import DiffKVAttnBackend
 from sglang_diffkv.srt.models.hybrids import check_paged_layers, describe_layers, has_states, paged_layers, state_bytes
@@ -198,6 +198,14 @@ def build_allocator(configurator: Any, pool: DiffKVPool, rows: Any) -> DiffKVAll
         need_sort=False,
     )
     SERVED[BACKEND] = allocator
+    _tell_plan(configurator, plan, policy, geometry, pool, slots)
+    return allocator
+
+
+def _tell_plan(
+    configurator: Any, plan: MemoryPlan, policy: Policy, geometry: Geometry, pool: DiffKVPool, slots: int
+) -> None:
+    """What is served, for the log. ``slots``: those of states or of drafts beside the pages."""
     logger.info("DiffKV plan: %s", plan.describe(geometry, pool.size))
     logger.info("DiffKV: %s", _retraction(plan, geometry, why_recomputed(configurator, plan.config)))
     if plan.host_room is not None:
@@ -220,7 +228,6 @@ def build_allocator(configurator: Any, pool: DiffKVPool, rows: Any) -> DiffKVAll
                 "DiffKV: layers with a sliding window have not been run on a GPU yet, only compiled for one: compare "
                 "this model's replies with stock SGLang's first"
             )
-    return allocator
 
 
 def _retraction(plan: MemoryPlan, geometry: Geometry, obstacle: str) -> str:
