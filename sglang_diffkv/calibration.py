@@ -35,6 +35,7 @@ from sglang_diffkv.bounds import (
     Window,
 )
 from sglang_diffkv.config import (
+    CHOSEN_OR_CAREFUL,
     CONFIG_ENV,
     CONFIG_OPTION,
     DEFAULT_POLICY,
@@ -548,6 +549,18 @@ def resolve(source: str | None, model_path: str | Path) -> tuple[DiffKVConfig, s
     if found.warning:
         logger.warning("%s", found.warning)
     return found.config, found.origin
+
+
+def served(source: str | None, model_path: str | Path, given_by: str = CONFIG_OPTION) -> Resolution:
+    """As ``resolution``, but without any configuration, given or in the environment, the model chooses where none is
+    calibrated for it. Raises ConfigError."""
+    found = resolution(source, model_path, given_by)
+    text = source if source is not None else os.environ.get(CONFIG_ENV)
+    if (text or "").strip() or "calibrated" in found.files:
+        return found
+    config = DiffKVConfig(thresholds=CHOSEN_OR_CAREFUL)
+    origin = "those that the model chooses once it is loaded, since no configuration was given"
+    return Resolution(config, origin, sources_of(config, {}), {}, found.warning)
 
 
 def resolution(source: str | None, model_path: str | Path, given_by: str = CONFIG_OPTION) -> Resolution:

@@ -91,8 +91,13 @@ class Choice:
 
 def rungs(given: DiffKVConfig) -> dict[str, DiffKVConfig]:
     """Each rung as a configuration, with the fields that the user gave beside ``auto``."""
+    return {name: beside(given, fields) for name, fields in RUNGS.items()}
+
+
+def beside(given: DiffKVConfig, fields: Mapping[str, Any]) -> DiffKVConfig:
+    """``fields`` as a configuration, with the fields that the user gave beside what asks for a choice."""
     kept = {x: getattr(given, x) for x in given.model_fields_set - {"thresholds"}}
-    return {name: DiffKVConfig.model_validate({**kept, **fields}) for name, fields in RUNGS.items()}
+    return DiffKVConfig.model_validate({**kept, **fields})
 
 
 def climb(names: Sequence[str], fp8: Loss, judge: Callable[[str], Loss]) -> Choice:

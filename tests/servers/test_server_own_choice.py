@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -12,14 +13,15 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from benchmarks.paths import NANO
+from sglang_diffkv import doctor
 from sglang_diffkv.attention.emulated import Fp8, Stored, stored_of
 from sglang_diffkv.calibrate.emulated import FP8, Judge
-from sglang_diffkv.config import CACHE_ENV, DiffKVConfig, load_config
+from sglang_diffkv.config import CACHE_ENV, CONFIG_ENV, DiffKVConfig, load_config
 from sglang_diffkv.evaluate import client
 from sglang_diffkv.evaluate.prompts import load_tokenizer
 from sglang_diffkv.evaluate.server import Server
 from sglang_diffkv.ladder import JUDGING, LEAST_TOKENS, RUNGS, Loss, climb, rungs, scored_positions, text_of
-from tests.servers.shared import STRICT, stats_of, tokens
+from tests.servers.shared import START_TIMEOUT, STRICT, check_idle, stats_of, tokens
 
 pytestmark = pytest.mark.server
 
@@ -61,10 +63,23 @@ def spoil(model: Path) -> None:
     save_file(weights, model / "model.safetensors", {"format": "pt"})
 
 
-def test_a_server_chooses_for_its_model(tmp_path: Path, server_of: Callable[..., Server]) -> None:
+@contextmanager
+def told_nothing(args: Sequence[str], env: Mapping[str, str]) -> Iterator[Server]:
+    """A server without a configuration: ``server_of`` gives it an empty one."""
+    with Server(NANO, "diffkv", args, env=env, timeout=START_TIMEOUT) as server:
+        yield server
+        check_idle(server)
+
+
+def test_a_server_that_is_told_nothing_chooses_for_its_model(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And the doctor says what it chose."""
     env = {**STRICT, CACHE_ENV: str(tmp_path)}
-    server = server_of("diffkv", ROOM, config=AUTO, env=env)
-    choice, configuration = stats_of(server)["choice"], stats_of(server)["configuration"]
+    with told_nothing(ROOM, env) as server:
+        stats = stats_of(server)
+        assert len(client.run(server.url, [tokens(300, 1)], 24)[0].output_ids) == 24
+    choice, configuration = stats["choice"], stats["configuration"]
     rung, (_, losses) = choice["chosen"], judged(NANO)
     assert choice["tokens"] == LEAST_TOKENS
     for name, found in choice["millinats"].items():  # a token of the reply that was a toss-up may weigh much
@@ -74,12 +89,26 @@ def test_a_server_chooses_for_its_model(tmp_path: Path, server_of: Callable[...,
     taken, fp8 = choice["millinats"][rung], choice["millinats"][FP8]
     assert taken["prompt"] <= fp8["prompt"] and taken["reply"] <= fp8["reply"]
     assert rung in PLAIN
-    served = load_config(json.dumps({**RUNGS[rung], "page_tokens": 16}))
+    served = load_config(json.dumps(RUNGS[rung]))
     assert configuration["values"] == served.whole() and rung in configuration["thresholds"]
     assert configuration["sources"]["tiers"] == "auto"
     (file,) = tmp_path.glob("choice-*.json")
     assert file.stat().st_mode & 0o777 == 0o600 and choice["file"] == str(file)
-    assert len(client.run(server.url, [tokens(300, 1)], 24)[0].output_ids) == 24
+    monkeypatch.setenv(CACHE_ENV, str(tmp_path))
+    monkeypatch.setenv(CONFIG_ENV, "")
+    doctor.main(["--model-path", str(NANO), "--json", *ROOM])
+    (line,) = (x for x in json.loads(capsys.readouterr().out)["sections"]["Model"] if x["name"] == "rungs")
+    assert f"{rung} was chosen at the start; figures here are of {rung}" in line["text"]
+
+
+def test_a_server_that_is_told_nothing_and_cannot_choose(tmp_path: Path) -> None:
+    with told_nothing(("--max-total-tokens", "6000", "--chunked-prefill-size", "512"), {CACHE_ENV: str(tmp_path)}) as x:
+        told = stats_of(x)["configuration"]
+        assert len(client.run(x.url, [tokens(700, 1)], 24)[0].output_ids) == 24
+        log = x.log_text()
+    assert told["values"] == load_config("careful").whole() and told["sources"]["tiers"] == "preset careful"
+    assert "--chunked-prefill-size does not allow" in told["thresholds"] and told["thresholds"] in log
+    assert not list(tmp_path.iterdir()), "nothing was read"
 
 
 @pytest.mark.full
