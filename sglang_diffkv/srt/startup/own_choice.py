@@ -216,7 +216,8 @@ def _tokens(view: Any, model: Any) -> tuple[str, Texts]:
     why, means = own_means.text_ids(view, model)
     judged: list[int] = []
     if not why:
-        why, judged = own_means.text_ids(view, model, text_of(JUDGING), TOKENS, LEAST_TOKENS)
+        most = LEAST_TOKENS if str(view.device) == "cpu" else TOKENS
+        why, judged = own_means.text_ids(view, model, text_of(JUDGING), most, LEAST_TOKENS)
     return why, Texts(means, judged)
 
 
