@@ -1,6 +1,6 @@
 """A short ladder of configurations, and which of its rungs a server takes for a model that it does not know
-(``--diffkv-config auto``). It is the first one that loses no more than an FP8 cache does, as the model itself measures
-it, with a standard error to spare.
+(``--diffkv-config auto``, or no configuration). It is the first one that loses no more than stock SGLang's FP8 cache
+does, as the model itself measures it, with a standard error to spare.
 
 ``attention/emulated.py`` works out the losses, ``srt/startup/own_choice.py`` has the served model read for them.
 """
@@ -18,7 +18,7 @@ import torch
 from sglang_diffkv.config import DiffKVConfig
 from sglang_diffkv.key_means import AUTO
 
-FORMAT = 1
+FORMAT = 2
 """Raised where a choice of an older package is not to be used."""
 JUDGING = "judging.txt"
 """The text on which rungs are judged. It is not the text of the key means."""
@@ -36,6 +36,7 @@ def _two(low: str, high: str, alpha_high: float) -> dict[str, Any]:
 
 RUNGS: Mapping[str, Mapping[str, Any]] = {
     "K8V4 and K4V2": _two("K4V2", "K8V4", 3.0),
+    "K8V6 and K4V3": _two("K4V3", "K8V6", 10.0),
     "K8V6 and K5V3": _two("K5V3", "K8V6", 10.0),
     "K8V6 and K5V4": _two("K5V4", "K8V6", 10.0),
     "K8V6 and K6V4": _two("K6V4", "K8V6", 10.0),
@@ -108,13 +109,16 @@ def beside(given: DiffKVConfig, fields: Mapping[str, Any]) -> DiffKVConfig:
 
 
 def climb(names: Sequence[str], fp8: Loss, judge: Callable[[str], Loss]) -> Choice:
-    """The first of ``names`` that loses at most ``fp8``. The last is taken without being judged."""
+    """The first of ``names`` that loses at most ``fp8``, if those behind it lose less. It is looked for by halves, so
+    few are judged. What is taken was judged, or is the last, which loses nothing."""
     judged: dict[str, Loss] = {}
-    for name in names[:-1]:
+    first, last = 0, len(names) - 1
+    while first < last:
+        middle = (first + last) // 2
+        name = names[middle]
         judged[name] = judge(name)
-        if judged[name].within(fp8):
-            return Choice(name, fp8, judged)
-    return Choice(names[-1], fp8, judged)
+        first, last = (first, middle) if judged[name].within(fp8) else (middle + 1, last)
+    return Choice(names[last], fp8, judged)
 
 
 def text_of(name: str) -> str:

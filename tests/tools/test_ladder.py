@@ -42,7 +42,8 @@ def test_the_first_rung_that_loses_no_more_than_fp8_is_taken(first: int) -> None
         return LESS if names.index(name) >= first else MORE
 
     choice = climb(names, FP8, judge)
-    assert choice.rung == names[first] and list(choice.judged) == asked == names[: min(first + 1, len(names) - 1)]
+    assert choice.rung == names[first] and list(choice.judged) == asked
+    assert len(asked) <= 3 and (first == len(names) - 1 or names[first] in asked), "what is taken was judged"
 
 
 def test_prompts_and_replies_are_to_lose_no_more() -> None:
@@ -247,7 +248,7 @@ def test_a_loaded_model_that_cannot_choose(
 
 def test_a_kept_choice_follows_from_its_numbers(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     names, file = list(RUNGS), tmp_path / "choice.json"
-    choice = climb(names, FP8, lambda name: LESS if name == names[2] else MORE)
+    choice = climb(names, FP8, lambda name: LESS if name in names[2:] else MORE)
     kept = own_choice.plain(choice)
 
     def read(data: Any) -> Choice | None:

@@ -233,7 +233,7 @@ def _texts(runner: Any, ranks: Ranks) -> Texts:
 
 
 def _judged(runner: Any, ranks: Ranks, given: DiffKVConfig, texts: Texts) -> Choice:
-    """Have the model judge rungs until one loses no more than FP8 does. Raises CannotChooseError."""
+    """Have the model judge rungs, to find the first that loses no more than FP8 does. Raises CannotChooseError."""
     layers = sorted({layer.layer_id for layer in attention_layers(runner.model)})
     prompt, reply = scored_positions(len(texts.judged))
     configs = rungs(given)
