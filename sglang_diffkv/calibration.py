@@ -552,11 +552,12 @@ def resolve(source: str | None, model_path: str | Path) -> tuple[DiffKVConfig, s
 
 
 def served(source: str | None, model_path: str | Path, given_by: str = CONFIG_OPTION) -> Resolution:
-    """As ``resolution``, but without any configuration, given or in the environment, the model chooses where none is
-    calibrated for it. Raises ConfigError."""
+    """As ``resolution``, but without any configuration, given or in the environment, the model chooses unless its own
+    folder has a calibration. Those that come with the package were measured on questions, and are taken on request.
+    Raises ConfigError."""
     found = resolution(source, model_path, given_by)
     text = source if source is not None else os.environ.get(CONFIG_ENV)
-    if (text or "").strip() or "calibrated" in found.files:
+    if (text or "").strip() or found.files.get("calibrated") not in (None, *map(str, shipped_files())):
         return found
     config = DiffKVConfig(thresholds=CHOSEN_OR_CAREFUL)
     origin = "those that the model chooses once it is loaded, since no configuration was given"

@@ -124,7 +124,7 @@ class DiffKVConfig(Strict):
             the model and not measured with this package. ``auto`` lets the model choose among a few once it is loaded,
             and key means too (``ladder.py``). ``auto_or_careful`` does the same where the model can choose, and else
             takes the preset ``careful``. ``default`` takes those given here. A server that is given an empty
-            configuration looks for calibrated ones. So does one that is given none, which then takes
+            configuration looks for calibrated ones. One that is given none looks in the model's folder, and else takes
             ``auto_or_careful``. It is carried out when a server starts and is not part of the resolved configuration.
     """
 

@@ -172,13 +172,18 @@ def test_a_launch_that_is_told_nothing_has_the_model_choose(unchecked: list[Diff
     assert load_config() == DiffKVConfig(), "which is told as before"
 
 
-def test_what_is_calibrated_for_a_model_is_taken_before_it_chooses(
+def test_what_lies_beside_a_model_is_taken_before_it_chooses(
     unchecked: list[DiffKVConfig], tmp_path: Path
 ) -> None:
     from tests.tools.test_calibration_resolve import MEASURED, model
 
     launch.configure(SimpleNamespace(**{**USUAL, "model_path": str(model(tmp_path / "mine", MEASURED))}))
     assert load_config().whole()["policy"]["alpha_high"] == 2.5
+    shipped = {**USUAL, "model_path": "someone/small"}
+    launch.configure(SimpleNamespace(**shipped), "{}")
+    assert load_config().whole()["policy"]["window"] == 256 and launch.configuration_report()["files"]
+    launch.configure(SimpleNamespace(**shipped))
+    assert read_config().chosen_at_start, "what comes with the package was measured on questions"
 
 
 @pytest.mark.parametrize(
