@@ -172,9 +172,7 @@ def test_a_launch_that_is_told_nothing_has_the_model_choose(unchecked: list[Diff
     assert load_config() == DiffKVConfig(), "which is told as before"
 
 
-def test_what_lies_beside_a_model_is_taken_before_it_chooses(
-    unchecked: list[DiffKVConfig], tmp_path: Path
-) -> None:
+def test_what_lies_beside_a_model_is_taken_before_it_chooses(unchecked: list[DiffKVConfig], tmp_path: Path) -> None:
     from tests.tools.test_calibration_resolve import MEASURED, model
 
     launch.configure(SimpleNamespace(**{**USUAL, "model_path": str(model(tmp_path / "mine", MEASURED))}))
