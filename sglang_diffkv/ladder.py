@@ -1,6 +1,6 @@
 """A short ladder of configurations, and which of its rungs a server takes for a model that it does not know
 (``--diffkv-config auto``, or no configuration). It is the first one that loses no more than stock SGLang's FP8 cache
-does, as the model itself measures it, with a standard error to spare.
+does, as the model itself measures it, with a quarter of that and a standard error to spare.
 
 ``attention/emulated.py`` works out the losses, ``srt/startup/own_choice.py`` has the served model read for them.
 """
@@ -24,6 +24,8 @@ JUDGING = "judging.txt"
 """The text on which rungs are judged. It is not the text of the key means."""
 TOKENS, LEAST_TOKENS = 2560, 1024
 """Of the text: read at most, and needed at least. A CPU, which takes a minute for more, reads no more than needed."""
+SHARE = 0.75
+"""Of FP8's loss, which a rung loses at most on the text. On others it may lose more of it."""
 SCORED = 256
 """Queries of a prompt, and of a reply, whose next-token distributions are compared, at most."""
 
@@ -80,8 +82,9 @@ class Loss:
         return cls(*means, *errors)
 
     def within(self, limit: Loss) -> bool:
-        """Whether it is at most ``limit`` in both, with a standard error to spare."""
-        return self.prompt + self.prompt_error <= limit.prompt and self.reply + self.reply_error <= limit.reply
+        """Whether it is at most ``SHARE`` of ``limit`` in both, with a standard error to spare."""
+        prompt, reply = self.prompt + self.prompt_error, self.reply + self.reply_error
+        return prompt <= SHARE * limit.prompt and reply <= SHARE * limit.reply
 
     def report(self) -> dict[str, float]:
         """Means in millinats, as JSON data."""
