@@ -35,6 +35,7 @@ from sglang_diffkv.bounds import (
     Window,
 )
 from sglang_diffkv.config import (
+    CHOSEN_OR_CAREFUL,
     CONFIG_ENV,
     CONFIG_OPTION,
     DEFAULT_POLICY,
@@ -548,6 +549,19 @@ def resolve(source: str | None, model_path: str | Path) -> tuple[DiffKVConfig, s
     if found.warning:
         logger.warning("%s", found.warning)
     return found.config, found.origin
+
+
+def served(source: str | None, model_path: str | Path, given_by: str = CONFIG_OPTION) -> Resolution:
+    """As ``resolution``, but without any configuration, given or in the environment, the model chooses unless its own
+    folder has a calibration. Those that come with the package were measured on questions, and are taken on request.
+    Raises ConfigError."""
+    found = resolution(source, model_path, given_by)
+    text = source if source is not None else os.environ.get(CONFIG_ENV)
+    if (text or "").strip() or found.files.get("calibrated") not in (None, *map(str, shipped_files())):
+        return found
+    config = DiffKVConfig(thresholds=CHOSEN_OR_CAREFUL)
+    origin = "those that the model chooses once it is loaded, since no configuration was given"
+    return Resolution(config, origin, sources_of(config, {}), {}, found.warning)
 
 
 def resolution(source: str | None, model_path: str | Path, given_by: str = CONFIG_OPTION) -> Resolution:

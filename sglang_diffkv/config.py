@@ -40,6 +40,8 @@ ROTATED_KEY_BITS = 4
 
 CHOSEN = "auto"
 """Thresholds that are chosen once the model is loaded, and the preset of that name."""
+CHOSEN_OR_CAREFUL = "auto_or_careful"
+"""The same where the model can choose, else the preset ``careful``: of a server that is given no configuration."""
 
 CONFIG_OPTION = "--diffkv-config"
 CONFIG_ENV = "SGLANG_DIFFKV_CONFIG"
@@ -120,9 +122,10 @@ class DiffKVConfig(Strict):
         thresholds: ``calibrated`` takes tiers, policy and rotation from the calibration file of the model. The path of
             a calibration file (``.json``) takes them from that one. ``published`` takes those that were published for
             the model and not measured with this package. ``auto`` lets the model choose among a few once it is loaded,
-            and key means too (``ladder.py``). ``default`` takes those given here. A server that is given no
-            configuration at all, or an empty one, looks for calibrated ones. It is carried out when a server starts and
-            is not part of the resolved configuration.
+            and key means too (``ladder.py``). ``auto_or_careful`` does the same where the model can choose, and else
+            takes the preset ``careful``. ``default`` takes those given here. A server that is given an empty
+            configuration looks for calibrated ones. One that is given none looks in the model's folder, and else takes
+            ``auto_or_careful``. It is carried out when a server starts and is not part of the resolved configuration.
     """
 
     tiers: TierNames = ("K8V4", "K4V2")
@@ -151,10 +154,12 @@ class DiffKVConfig(Strict):
     @field_validator("thresholds")
     @classmethod
     def _source(cls, thresholds: str) -> str:
-        if thresholds not in ("calibrated", "published", "default", CHOSEN) and not thresholds.endswith(".json"):
+        known = (CHOSEN, CHOSEN_OR_CAREFUL, "calibrated", "published", "default")
+        if thresholds not in known and not thresholds.endswith(".json"):
+            allowed = ", ".join(f'"{name}"' for name in known)
             raise ValueError(
-                f'thresholds is {named(thresholds)}: allowed is "auto", "calibrated", "published", "default" or the '
-                "path of a calibration file, which ends in .json"
+                f"thresholds is {named(thresholds)}: allowed is {allowed} or the path of a calibration file, which "
+                "ends in .json"
             )
         return thresholds
 
@@ -180,7 +185,9 @@ class DiffKVConfig(Strict):
             raise ValueError(f'"thresholds": {named(self.thresholds)} brings tiers, policy and rotate; drop {listed}')
         brought = {"key_means", "key_rotation", "value_rotation"} & self.model_fields_set
         if self.chosen_at_start and brought:
-            raise ValueError(f'"thresholds": "{CHOSEN}" decides on them too; drop {" and ".join(sorted(brought))}')
+            raise ValueError(
+                f'"thresholds": "{self.thresholds}" decides on them too; drop {" and ".join(sorted(brought))}'
+            )
         if all(tier.is_raw for tier in self.parsed_tiers):
             if self.rotate != "none":
                 raise ValueError(
@@ -207,6 +214,11 @@ class DiffKVConfig(Strict):
     @property
     def chosen_at_start(self) -> bool:
         """Whether tiers, policy, rotation and key means are chosen once the model is loaded."""
+        return self.thresholds in (CHOSEN, CHOSEN_OR_CAREFUL)
+
+    @property
+    def chosen_or_refused(self) -> bool:
+        """Whether a server is refused if its model cannot choose."""
         return self.thresholds == CHOSEN
 
     def as_text(self) -> str:
@@ -214,7 +226,7 @@ class DiffKVConfig(Strict):
         if not self.chosen_at_start:
             return self.model_dump_json(exclude_none=True)
         others = self.model_dump(mode="json", exclude_none=True, exclude={"tiers", "policy", "rotate"})
-        return json.dumps({"thresholds": CHOSEN, **others})
+        return json.dumps({"thresholds": self.thresholds, **others})
 
     @property
     def parsed_tiers(self) -> tuple[Tier, ...]:
@@ -244,7 +256,7 @@ class DiffKVConfig(Strict):
     def whole(self) -> dict[str, Any]:
         """Every field with what a server runs, as JSON data: the default policy is written out."""
         if self.chosen_at_start:
-            return {**json.loads(self.as_text()), "policy": {"name": CHOSEN}}
+            return {**json.loads(self.as_text()), "policy": {"name": self.thresholds}}
         return {**self.model_dump(mode="json"), "policy": self.method.whole()}
 
     def check_heads(self, layers: int, kv_heads: int) -> None:
@@ -271,7 +283,9 @@ def load_config(source: str | None = None) -> DiffKVConfig:
     """
     config = read_config(source)
     if config.chosen_at_start:
-        raise ConfigError(f'"{CHOSEN}" is chosen by a server once its model is loaded; name another configuration')
+        raise ConfigError(
+            f'"{config.thresholds}" is chosen by a server once its model is loaded; name another configuration'
+        )
     if config.thresholds != "default":
         raise ConfigError(f'"thresholds": "{config.thresholds}" is looked up for a model; write out tiers and policy')
     return config

@@ -1,6 +1,6 @@
 """A short ladder of configurations, and which of its rungs a server takes for a model that it does not know
-(``--diffkv-config auto``). It is the first one that loses no more than an FP8 cache does, as the model itself measures
-it, with a standard error to spare.
+(``--diffkv-config auto``, or no configuration). It is the first one that loses no more than stock SGLang's FP8 cache
+does, as the model itself measures it, with a quarter of that and a standard error to spare.
 
 ``attention/emulated.py`` works out the losses, ``srt/startup/own_choice.py`` has the served model read for them.
 """
@@ -18,29 +18,39 @@ import torch
 from sglang_diffkv.config import DiffKVConfig
 from sglang_diffkv.key_means import AUTO
 
-FORMAT = 1
+FORMAT = 2
 """Raised where a choice of an older package is not to be used."""
 JUDGING = "judging.txt"
 """The text on which rungs are judged. It is not the text of the key means."""
 TOKENS, LEAST_TOKENS = 2560, 1024
-"""Of the text: read at most, and needed at least."""
+"""Of the text: read at most, and needed at least. A CPU, which takes a minute for more, reads no more than needed."""
+SHARE = 0.75
+"""Of FP8's loss, which a rung loses at most on the text. On others it may lose more of it."""
 SCORED = 256
 """Queries of a prompt, and of a reply, whose next-token distributions are compared, at most."""
 
+
+def _two(low: str, high: str, alpha_high: float) -> dict[str, Any]:
+    """Fields of a rung with two tiers and a small window."""
+    policy = {"name": "diffkv", "alpha_high": alpha_high, "window": 64}
+    return {"tiers": [high, low], "rotate": "both", "key_means": AUTO, "policy": policy}
+
+
 RUNGS: Mapping[str, Mapping[str, Any]] = {
-    "K8V4 and K4V2, key means": {"tiers": ["K8V4", "K4V2"], "key_means": AUTO, "policy": {"name": "diffkv"}},
-    "K8V4 and K5V2, key means": {
-        "tiers": ["K8V4", "K5V2"], "rotate": "both", "key_means": AUTO, "policy": {"name": "diffkv"},
-    },
-    "K8V4 and K6V2, key means": {
-        "tiers": ["K8V4", "K6V2"], "rotate": "both", "key_means": AUTO, "policy": {"name": "diffkv"},
-    },
-    "K8V4, rotated, key means": {"tiers": ["K8V4"], "rotate": "both", "key_means": AUTO},
-    "K8V5, rotated, key means": {"tiers": ["K8V5"], "rotate": "both", "key_means": AUTO},
-    "K8V8, rotated, key means": {"tiers": ["K8V8"], "rotate": "both", "key_means": AUTO},
+    "K8V4 and K4V2": _two("K4V2", "K8V4", 3.0),
+    "K8V6 and K4V3": _two("K4V3", "K8V6", 10.0),
+    "K8V6 and K5V3": _two("K5V3", "K8V6", 10.0),
+    "K8V6 and K5V4": _two("K5V4", "K8V6", 10.0),
+    "K8V6 and K6V4": _two("K6V4", "K8V6", 10.0),
+    "K8V5": {"tiers": ["K8V5"], "rotate": "both", "key_means": AUTO},
+    "K8V8": {"tiers": ["K8V8"], "rotate": "both", "key_means": AUTO},
     "lossless": {"tiers": ["BF16"]},
-}  # fmt: skip
-"""Name -> fields, the fewest bytes first. The last loses nothing, so there is always one."""
+}
+"""Name -> fields, the fewest bytes first. The last loses nothing, so there is always one.
+
+What a model pays much attention to needs values of 6 bits, or some models lose more than with FP8 whatever the low tier
+is. Few tokens are enough: hence the large ``alpha_high``. The low tier's keys need 5 bits at least where heads are
+large and few, its values 4. ``benchmarks/results/emulated_cpu.md`` has the figures."""
 NOTHING_LOST = "lossless"
 DECIDED = frozenset().union(*RUNGS.values())
 """Fields that rungs set."""
@@ -72,8 +82,9 @@ class Loss:
         return cls(*means, *errors)
 
     def within(self, limit: Loss) -> bool:
-        """Whether it is at most ``limit`` in both, with a standard error to spare."""
-        return self.prompt + self.prompt_error <= limit.prompt and self.reply + self.reply_error <= limit.reply
+        """Whether it is at most ``SHARE`` of ``limit`` in both, with a standard error to spare."""
+        prompt, reply = self.prompt + self.prompt_error, self.reply + self.reply_error
+        return prompt <= SHARE * limit.prompt and reply <= SHARE * limit.reply
 
     def report(self) -> dict[str, float]:
         """Means in millinats, as JSON data."""
@@ -91,18 +102,26 @@ class Choice:
 
 def rungs(given: DiffKVConfig) -> dict[str, DiffKVConfig]:
     """Each rung as a configuration, with the fields that the user gave beside ``auto``."""
+    return {name: beside(given, fields) for name, fields in RUNGS.items()}
+
+
+def beside(given: DiffKVConfig, fields: Mapping[str, Any]) -> DiffKVConfig:
+    """``fields`` as a configuration, with the fields that the user gave beside what asks for a choice."""
     kept = {x: getattr(given, x) for x in given.model_fields_set - {"thresholds"}}
-    return {name: DiffKVConfig.model_validate({**kept, **fields}) for name, fields in RUNGS.items()}
+    return DiffKVConfig.model_validate({**kept, **fields})
 
 
 def climb(names: Sequence[str], fp8: Loss, judge: Callable[[str], Loss]) -> Choice:
-    """The first of ``names`` that loses at most ``fp8``. The last is taken without being judged."""
+    """The first of ``names`` that loses at most ``fp8``, if those behind it lose less. It is looked for by halves, so
+    few are judged. What is taken was judged, or is the last, which loses nothing."""
     judged: dict[str, Loss] = {}
-    for name in names[:-1]:
+    first, last = 0, len(names) - 1
+    while first < last:
+        middle = (first + last) // 2
+        name = names[middle]
         judged[name] = judge(name)
-        if judged[name].within(fp8):
-            return Choice(name, fp8, judged)
-    return Choice(names[-1], fp8, judged)
+        first, last = (first, middle) if judged[name].within(fp8) else (middle + 1, last)
+    return Choice(names[last], fp8, judged)
 
 
 def text_of(name: str) -> str:

@@ -12,6 +12,7 @@ from typing import Any
 PRESETS: Mapping[str, Mapping[str, Any]] = {
     "auto": {"thresholds": "auto"},
     "lossless": {"tiers": ["BF16"]},
+    "careful": {"tiers": ["K8V5"], "rotate": "both"},
     "safe": {"tiers": ["K8V4"]},
     "balanced": {"tiers": ["K8V4", "K4V2"], "key_means": "auto", "policy": {"name": "diffkv"}},
     "small": {
@@ -23,7 +24,10 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
 }
 """Name -> the fields that it sets. Fields that it leaves out are defaults, and no thresholds are looked up.
 Servers find key means themselves, which 8-bit keys do not need. What ``auto`` stands for is chosen once the model is
-loaded (``ladder.py``)."""
+loaded (``ladder.py``). ``careful`` has the fewest bytes a token that lost less than FP8 on every model that was
+measured (``benchmarks/results/emulated_cpu.md``)."""
+CAREFUL = "careful"
+"""What a server runs whose model cannot choose, unless it was told what to run."""
 
 
 def preset_of(text: str) -> str:

@@ -29,6 +29,7 @@ QUERIES = 256
 """Whose attention is worked out at once."""
 ROWS = 32
 """Distributions that are compared at once: vocabularies are large."""
+LEAST_WEIGHT, LARGEST_WEIGHT = 1e-30, 256.0
 LARGEST_E4M3 = 448.0
 """Larger numbers become this one. Stock SGLang's cast makes them NaN, so its loss is not above what is found here."""
 
@@ -90,6 +91,14 @@ class Stored:
         """``value`` [H, N, D], in the model's dtype."""
         return self._forms(value, [x.v_bits for x in self.tiers], turned=self.rotation.values, means=None)
 
+    def queries(self, query: torch.Tensor) -> torch.Tensor:
+        """``query`` as it meets stored keys."""
+        return query
+
+    def weights(self, weights: torch.Tensor) -> torch.Tensor:
+        """Attention ``weights`` [..., N] of stored tokens, 0 for others, as they meet values."""
+        return weights
+
     def _forms(self, x: torch.Tensor, bits: list[int], *, turned: bool, means: torch.Tensor | None) -> Forms:
         stored, off = (rotated(x) if turned else x.float()), None
         if means is not None:
@@ -110,15 +119,29 @@ AS_COMPUTED = Stored((Tier(RAW_BITS, RAW_BITS),))
 
 
 class Fp8(Stored):
-    """Stock SGLang's ``fp8_e4m3`` without scales, for comparison. Queries stay as they are."""
+    """Stock SGLang's ``fp8_e4m3`` without scales, for comparison. As in its Triton kernels and in FlashAttention-3,
+    queries and attention weights are rounded too where tokens are stored. New tokens of a prompt see each other as
+    computed, as Triton's do; FlashAttention-3 loses more there."""
 
     def __init__(self) -> None:
         super().__init__((Tier(8, 8),))
 
+    def queries(self, query: torch.Tensor) -> torch.Tensor:
+        return _as_e4m3(query)
+
+    def weights(self, weights: torch.Tensor) -> torch.Tensor:
+        """FlashAttention-3 scales a row so that its largest weight is ``LARGEST_WEIGHT``; Triton's kernels do not, and
+        lose small weights."""
+        scale = weights.amax(-1, keepdim=True).clamp(min=LEAST_WEIGHT) / LARGEST_WEIGHT
+        return _as_e4m3(weights / scale) * scale
+
     def _forms(self, x: torch.Tensor, bits: list[int], *, turned: bool, means: torch.Tensor | None) -> Forms:
-        bounded = x.float().clamp(-LARGEST_E4M3, LARGEST_E4M3)
-        stored = bounded.to(torch.float8_e4m3fn).float()
+        stored = _as_e4m3(x)
         return Forms(x.float(), stored, stored)
+
+
+def _as_e4m3(x: torch.Tensor) -> torch.Tensor:
+    return x.float().clamp(-LARGEST_E4M3, LARGEST_E4M3).to(torch.float8_e4m3fn).float()
 
 
 def stored_of(config: DiffKVConfig, means: torch.Tensor | None) -> Stored:
@@ -166,7 +189,9 @@ def attend(
     low = None if policy is None or ends is None else placed_low(received, policy, ends, span)
     behind = slice(span.cached, tokens)
     for rows, computed in _logits(queries, keys.computed, scale, sight, behind):
-        seen = _softmax_as_stored(computed, queries[:, :, rows], keys, scale, sight, _Seen(rows, span, low, ends))
+        met = stored.queries(queries[:, :, rows])
+        fresh, *rest = _softmax_as_stored(computed, met, keys, scale, sight, _Seen(rows, span, low, ends))
+        seen = (fresh, *map(stored.weights, rest))
         forms = (values.computed, values.high, values.low)
         out[:, :, rows] = torch.stack([part @ x[:, None] for part, x in zip(seen, forms, strict=True)]).sum(0)
     return out.flatten(0, 1).transpose(0, 1).to(query.dtype)

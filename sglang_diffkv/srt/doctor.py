@@ -10,12 +10,12 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from sglang_diffkv.calibration import Resolution, resolution, sources_of
-from sglang_diffkv.config import CONFIG_ENV, CONFIG_OPTION, read_config, source_of
+from sglang_diffkv.calibration import Resolution, served, sources_of
+from sglang_diffkv.config import CONFIG_ENV, CONFIG_OPTION, DiffKVConfig, read_config, source_of
 from sglang_diffkv.errors import ConfigError, UnsupportedError
 from sglang_diffkv.files import missing_model
 from sglang_diffkv.findings import Findings
-from sglang_diffkv.ladder import RUNGS, rungs
+from sglang_diffkv.ladder import NOTHING_LOST, RUNGS, rungs
 from sglang_diffkv.layout.page_format import PageFormat
 from sglang_diffkv.layout.spans import SLACK, kept_in_layers
 from sglang_diffkv.plan import CONTEXT_SLACK, planned_request_rows, state_room
@@ -23,9 +23,10 @@ from sglang_diffkv.srt.models import kv_scales
 from sglang_diffkv.srt.models.hybrids import describe_layers, paged_layers
 from sglang_diffkv.srt.models.scaling import configured_spans
 from sglang_diffkv.srt.models.speculation import draft_room
+from sglang_diffkv.srt.startup import own_choice
 from sglang_diffkv.srt.startup.draft_model import bytes_of_slot
 from sglang_diffkv.srt.startup.optional_parts import PARTS
-from sglang_diffkv.srt.startup.preflight import check_reading, configurator_of, model_reads_window, planned
+from sglang_diffkv.srt.startup.preflight import configurator_of, model_reads_window, planned, reading_obstacle
 from sglang_diffkv.srt.startup.preflight import kernels as _kernels
 from sglang_diffkv.srt.tree.retracted import why_recomputed
 from sglang_diffkv.srt.versions import compat
@@ -259,6 +260,14 @@ def _window(findings: Findings, model: Any) -> tuple[int, ...]:
     return ()
 
 
+def _rung(findings: Findings, configurator: Any, given: DiffKVConfig) -> DiffKVConfig:
+    """The configuration that memory is told of where the model chooses: what an earlier start chose, if one is kept."""
+    before = own_choice.earlier(configurator, given)
+    name, said = (NOTHING_LOST, "one is chosen") if before is None else (before.rung, f"{before.rung} was chosen")
+    findings.add("rungs", f"{', '.join(RUNGS)}: {said} at the start; figures here are of {name}")
+    return rungs(given)[name]
+
+
 def _memory(findings: Findings, configurator: Any, given: str | None, gib: float) -> None:
     """Thresholds, tiers and what fits into so many GiB of each device."""
     from sglang_diffkv.srt.startup.launch import users_configuration
@@ -267,24 +276,25 @@ def _memory(findings: Findings, configurator: Any, given: str | None, gib: float
     context = model.context_len
     try:
         text, given_by = (users_configuration(), CONFIG_ENV) if given is None else (given, CONFIG_OPTION)
-        resolved = resolution(text, view.model_path, given_by)
+        resolved = served(text, view.model_path, given_by)
+        obstacle = reading_obstacle(configurator)
+        if (taken := own_choice.instead(configurator.arguments, resolved.config, obstacle)) is not None:
+            resolved = taken.resolution(resolved)
         config = resolved.config
         findings.note("configuration", resolved.report())
         findings.add("thresholds", f"{resolved.origin}: {json.dumps(config.method.whole())}")
         if resolved.warning:
             findings.warn("thresholds", resolved.warning.removeprefix("DiffKV: "))
+        every = own_choice.candidates(configurator.arguments, config)
         if config.chosen_at_start:
-            check_reading(configurator)
-            every = rungs(config)
-            name, config = list(every.items())[-1]
-            findings.add("rungs", f"{', '.join(RUNGS)}: one is chosen at the start; figures here are of {name}")
-        else:
-            every = {"given": config}
+            if obstacle:
+                raise own_choice.refusal(obstacle)
+            config = _rung(findings, configurator, config)
         findings.add("prefix cache", "off" if view.disable_radix_cache else f"{config.prefix_fidelity} prompts")
         if scales := kv_scales.told(model, config.tiers):
             findings.add("KV scales", scales)
         draft_bytes = _draft_model(findings, configurator.arguments)
-        plan = [planned(configurator, x, draft_bytes) for x in every.values()][-1]
+        plan = [planned(configurator, x, draft_bytes) for x in [*every, config]][-1]
         obstacle = why_recomputed(configurator, config)
         findings.add("kernels", _kernels(config, plan, on_gpu=plan.gpu, dtype=configurator.model_config.dtype))
         budget, slots = _without_states(findings, configurator, int(gib * GIB))

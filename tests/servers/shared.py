@@ -69,7 +69,9 @@ class SharedServer:
         config: Mapping[str, Any] | None = None,
         env: Mapping[str, str] | None = None,
     ) -> Server:
-        """A running server of this configuration: the last one, if it was started with the same."""
+        """A running server of this configuration: the last one, if it was started with the same. Without one it is
+        ``{}``, of a server that was told so: one that was told nothing reads a text first."""
+        config = {} if config is None and backend == "diffkv" else config
         key = json.dumps([backend, list(args), str(model), config, env], sort_keys=True)
         if self.server is not None and key == self._key and self.server.alive():
             return self.server

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,8 @@ from sglang_diffkv.evaluate import client
 from sglang_diffkv.evaluate.prompts import load_tokenizer
 from sglang_diffkv.evaluate.server import Server
 from sglang_diffkv.ladder import JUDGING, LEAST_TOKENS, RUNGS, Loss, climb, rungs, scored_positions, text_of
-from tests.servers.shared import STRICT, stats_of, tokens
+from tests.servers.shared import START_TIMEOUT, STRICT, check_idle, stats_of, tokens
+from tests.tools.test_doctor import _run as run_doctor
 
 pytestmark = pytest.mark.server
 
@@ -32,15 +34,14 @@ LARGE, SMALL, CHANNEL, HALF = 12.0, 1 / 16, 9, 32
 times smaller in all others."""
 
 
-def judged(model: Path) -> tuple[str, dict[str, Loss]]:
-    """The rung that transformers' model chooses, and all losses."""
+def judged(model: Path, names: Sequence[str] = tuple(RUNGS)) -> dict[str, Loss]:
+    """What these rungs lose of transformers' model, and FP8."""
     judge = Judge(str(model), None)
     ids = load_tokenizer(str(model))(text_of(JUDGING))["input_ids"][:LEAST_TOKENS]
-    configs = rungs(DiffKVConfig())
+    configs = {name: config for name, config in rungs(DiffKVConfig()).items() if name in names}
     ways: dict[str, Stored] = {FP8: Fp8(), **{name: stored_of(x, judge.means) for name, x in configs.items()}}
     found = judge.losses(ids, ways)
-    losses = {name: Loss.of(x, found[FP8], len(scored_positions(len(ids))[0])) for name, x in found.items()}
-    return climb(list(configs), losses[FP8], losses.__getitem__).rung, losses
+    return {name: Loss.of(x, found[FP8], len(scored_positions(len(ids))[0])) for name, x in found.items()}
 
 
 def spoil(model: Path) -> None:
@@ -61,11 +62,22 @@ def spoil(model: Path) -> None:
     save_file(weights, model / "model.safetensors", {"format": "pt"})
 
 
-def test_a_server_chooses_for_its_model(tmp_path: Path, server_of: Callable[..., Server]) -> None:
+@contextmanager
+def told_nothing(args: Sequence[str], env: Mapping[str, str]) -> Iterator[Server]:
+    """A server without a configuration: ``server_of`` gives it an empty one."""
+    with Server(NANO, "diffkv", args, env=env, timeout=START_TIMEOUT) as server:
+        yield server
+        check_idle(server)
+
+
+def test_a_server_that_is_told_nothing_chooses_for_its_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And the doctor says what it chose."""
     env = {**STRICT, CACHE_ENV: str(tmp_path)}
-    server = server_of("diffkv", ROOM, config=AUTO, env=env)
-    choice, configuration = stats_of(server)["choice"], stats_of(server)["configuration"]
-    rung, (_, losses) = choice["chosen"], judged(NANO)
+    with told_nothing(ROOM, env) as server:
+        stats = stats_of(server)
+        assert len(client.run(server.url, [tokens(300, 1)], 24)[0].output_ids) == 24
+    choice, configuration = stats["choice"], stats["configuration"]
+    rung, losses = choice["chosen"], judged(NANO, list(choice["millinats"]))
     assert choice["tokens"] == LEAST_TOKENS
     for name, found in choice["millinats"].items():  # a token of the reply that was a toss-up may weigh much
         expected = losses[name].report()
@@ -74,12 +86,25 @@ def test_a_server_chooses_for_its_model(tmp_path: Path, server_of: Callable[...,
     taken, fp8 = choice["millinats"][rung], choice["millinats"][FP8]
     assert taken["prompt"] <= fp8["prompt"] and taken["reply"] <= fp8["reply"]
     assert rung in PLAIN
-    served = load_config(json.dumps({**RUNGS[rung], "page_tokens": 16}))
+    served = load_config(json.dumps(RUNGS[rung]))
     assert configuration["values"] == served.whole() and rung in configuration["thresholds"]
     assert configuration["sources"]["tiers"] == "auto"
     (file,) = tmp_path.glob("choice-*.json")
     assert file.stat().st_mode & 0o777 == 0o600 and choice["file"] == str(file)
-    assert len(client.run(server.url, [tokens(300, 1)], 24)[0].output_ids) == 24
+    monkeypatch.setenv(CACHE_ENV, str(tmp_path))
+    report = json.loads(run_doctor("--model-path", str(NANO), "--json", *ROOM).stdout)
+    (line,) = (x for x in report["sections"]["Model"] if x["name"] == "rungs")
+    assert f"{rung} was chosen at the start; figures here are of {rung}" in line["text"]
+
+
+def test_a_server_that_is_told_nothing_and_cannot_choose(tmp_path: Path) -> None:
+    with told_nothing(("--max-total-tokens", "6000", "--chunked-prefill-size", "512"), {CACHE_ENV: str(tmp_path)}) as x:
+        told = stats_of(x)["configuration"]
+        assert len(client.run(x.url, [tokens(700, 1)], 24)[0].output_ids) == 24
+        log = x.log_text()
+    assert told["values"] == load_config("careful").whole() and told["sources"]["tiers"] == "preset careful"
+    assert "--chunked-prefill-size does not allow" in told["thresholds"] and told["thresholds"] in log
+    assert not list(tmp_path.iterdir()), "nothing was read"
 
 
 @pytest.mark.full
@@ -99,7 +124,7 @@ def test_the_next_start_takes_what_was_kept(tmp_path: Path, server_of: Callable[
 def test_ranks_choose_together(tmp_path: Path, server_of: Callable[..., Server]) -> None:
     env = {**STRICT, CACHE_ENV: str(tmp_path), "SGLANG_CPU_OMP_THREADS_BIND": "0|0"}
     server = server_of("diffkv", ["--tp-size", "2", *ROOM], config=AUTO, env=env)
-    choice, expected = stats_of(server)["choice"], judged(NANO)[1]
+    choice, expected = stats_of(server)["choice"], judged(NANO, [])
     assert choice["millinats"][FP8]["prompt"] == pytest.approx(expected[FP8].report()["prompt"], rel=0.3)
     assert choice["chosen"] in RUNGS
     assert len(client.run(server.url, [tokens(300, 1)], 8)[0].output_ids) == 8
@@ -108,5 +133,6 @@ def test_ranks_choose_together(tmp_path: Path, server_of: Callable[..., Server])
 def test_a_model_with_outliers_in_its_keys_takes_a_safer_rung(tmp_path: Path) -> None:
     """FP8 has an exponent in each number, so it loses what it lost; codes of a range lose more."""
     spoil(tmp_path / "spoiled")
-    rung, losses = judged(tmp_path / "spoiled")
+    losses = judged(tmp_path / "spoiled")
+    rung = climb(list(RUNGS), losses[FP8], losses.__getitem__).rung
     assert rung not in PLAIN and losses[rung].within(losses[FP8])

@@ -92,7 +92,7 @@ def _ready(url: str, workers: int) -> bool:
 def test_the_router_sends_a_prompt_to_the_server_that_has_its_prefix(tmp_path: Path) -> None:
     """Of two families that come side by side each goes to one server, which finds it; the replies are that server's.
     A prefix that no server has goes to the one with fewest requests, so the second family finds the first running."""
-    servers = [Server(NANO, "diffkv", ["--max-total-tokens", "4000"], env=STRICT) for _ in range(2)]
+    servers = [Server(NANO, "diffkv", ["--max-total-tokens", "4000"], diffkv_config={}, env=STRICT) for _ in range(2)]
 
     def ask(url: str, ids: list[int], wait: float) -> dict[str, Any]:
         time.sleep(wait)

@@ -225,8 +225,8 @@ def test_a_hub_name_s_shape_comes_from_the_local_cache(tmp_path, monkeypatch):
 
 
 def start(given: str | None, path: str) -> None:
-    """``from_cli_args`` as SGLang calls it, up to the processes."""
-    server_args = SimpleNamespace(attention_backend="diffkv", model_path=path)
+    """``from_cli_args`` as SGLang calls it, up to the processes. No model would choose: weights are random."""
+    server_args = SimpleNamespace(attention_backend="diffkv", model_path=path, load_format="dummy")
     hooks.from_cli_args(lambda cls, args: server_args, object, SimpleNamespace(diffkv_config=given))
 
 
@@ -274,8 +274,8 @@ def test_a_launch_does_not_inherit_what_an_earlier_one_found(monkeypatch, tmp_pa
     monkeypatch.setattr(launch, "_launched", None)
     monkeypatch.delenv(CONFIG_ENV, raising=False)
     own = str(model(tmp_path / "mine", MEASURED))
-    calibrated = SimpleNamespace(attention_backend="diffkv", model_path=own)
-    other = SimpleNamespace(attention_backend="diffkv", model_path=str(NANO))
+    calibrated = SimpleNamespace(attention_backend="diffkv", model_path=own, load_format="dummy")
+    other = SimpleNamespace(attention_backend="diffkv", model_path=str(NANO), load_format="dummy")
     for server_args, expected in ((calibrated, 32), (other, DiffKVConfig().build_policy().window), (calibrated, 32)):
         hooks.check_server_args(lambda self: None, server_args)
         assert load_config().build_policy().window == expected

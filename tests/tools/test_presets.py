@@ -31,8 +31,9 @@ def _alone(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_what_each_preset_is() -> None:
     found = {name: load_config(name) for name in PRESETS if name != "auto"}
-    assert list(PRESETS) == ["auto", *found] and list(found) == ["lossless", "safe", "balanced", "small"]
+    assert list(PRESETS) == ["auto", *found] and list(found) == ["lossless", "careful", "safe", "balanced", "small"]
     assert found["lossless"].lossless
+    assert found["careful"].tiers == ("K8V5",) and found["careful"].rotate == "both"
     assert found["safe"].tiers == ("K8V4",) and not found["safe"].build_policy().compresses
     assert found["balanced"].whole() == {**DiffKVConfig().whole(), "key_means": "auto"}, "the default, with key means"
     small = found["small"]

@@ -56,12 +56,12 @@ _budget: tuple[int, int] | None = None
 
 
 def choose_configuration(runner: Any) -> None:
-    """With ``auto`` let SGLang's model runner choose what to serve with: its weights are loaded, and pools are to come.
-    All ranks have to call it. Raises UnsupportedError."""
+    """With ``auto``, or without a configuration, let SGLang's model runner choose what to serve with: its weights are
+    loaded, and pools are to come. All ranks have to call it. Raises UnsupportedError."""
     given = read_config()
     if given.chosen_at_start:
         check_layers(runner.model)
-        take_choice(*own_choice.choose(runner, given))
+        take_choice(own_choice.choose(runner, given))
 
 
 def keep_computed_dtype(runner: Any) -> None:

@@ -8,16 +8,15 @@ import os
 import sys
 import zlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import torch
 
-from sglang_diffkv.calibration import Resolution, resolution, sources_of
-from sglang_diffkv.config import CHOSEN, CONFIG_ENV, CONFIG_OPTION, DiffKVConfig, read_config, source_of
+from sglang_diffkv.calibration import Resolution, served, sources_of
+from sglang_diffkv.config import CONFIG_ENV, CONFIG_OPTION, DiffKVConfig, read_config, source_of
 from sglang_diffkv.errors import ConfigError, UnsupportedError
-from sglang_diffkv.ladder import DECIDED
 from sglang_diffkv.srt.models.scaling import stated_spans
 from sglang_diffkv.srt.models.speculation import check_drafts, drafts_by_model, drafts_of
 from sglang_diffkv.srt.startup import own_choice, preflight
@@ -81,7 +80,9 @@ def configure(
     global _launched
     users = users_configuration()
     text, given_by = (users, CONFIG_ENV) if given is None else (given, given_by)
-    found = resolution(text, server_args.model_path, given_by)
+    found = served(text, server_args.model_path, given_by)
+    if (taken := own_choice.instead(server_args, found.config)) is not None:
+        found = taken.resolution(found)
     report = found.report()
     logger.info("DiffKV configuration (%s): %s", found.origin, json.dumps(report))
     if found.warning:
@@ -99,16 +100,16 @@ def configure(
     os.environ[ORIGINS_ENV] = json.dumps({"of": _digest(text), **report})
 
 
-def take_choice(config: DiffKVConfig, origin: str) -> None:
-    """This process serves with ``config``, which was chosen once the model was loaded. ``origin``: why, in words."""
+def take_choice(taken: own_choice.Taken) -> None:
+    """This process, and those that it starts, serve with what was taken where the model was to choose."""
+    global _launched
     before = json.loads(os.environ.get(ORIGINS_ENV) or "{}")
-    text = config.as_text()
-    sources = {**before.get("sources", {}), **dict.fromkeys([*DECIDED, "thresholds"], CHOSEN)}
+    found = taken.resolution(Resolution(taken.config, "", before.get("sources", {}), before.get("files", {})))
+    launch, text, report = _left_there(), taken.config.as_text(), found.report()
+    _launched = _launched if launch is None else replace(launch, text=text)
     os.environ[CONFIG_ENV] = text
-    os.environ[ORIGINS_ENV] = json.dumps({
-        "of": _digest(text), "thresholds": origin, "sources": sources_of(config, sources),
-        "files": before.get("files", {}),
-    })  # fmt: skip
+    del report["values"]
+    os.environ[ORIGINS_ENV] = json.dumps({"of": _digest(text), **report})
 
 
 def _digest(text: str) -> int:
@@ -178,12 +179,27 @@ def ask_before_loading(server_args: Any, first: Callable[[], None]) -> None:
     try:
         first()
         configure_unless_done(server_args)
+        _take_instead(server_args)
         preflight.ask(server_args, *own_choice.candidates(server_args, read_config()))
     except (ConfigError, UnsupportedError) as error:
         launch = _left_there()
         if launch is not None and launch.command:
             sys.exit(f"sglang_diffkv: {error}")
         raise
+
+
+def _take_instead(server_args: Any) -> None:
+    """What a server runs that was not told what, if the model's files say that it could not choose. Raises
+    UnsupportedError if it has to."""
+    given = read_config()
+    if not given.chosen_at_start:
+        return
+    why = preflight.cannot_read(server_args)
+    if why and given.chosen_or_refused:
+        raise own_choice.refusal(why)
+    if (taken := own_choice.instead(server_args, given, why)) is not None:
+        logger.warning("DiffKV: thresholds are %s", taken.origin)
+        take_choice(taken)
 
 
 class EngineArguments:

@@ -39,8 +39,11 @@ CHANGING = (
 )  # fmt: skip
 """Of SGLang's arguments: those that change what weights compute."""
 
-PATHS = ("_name_or_path", "_commit_hash", "transformers_version")
-"""Of a model's configuration: what says nothing of the weights."""
+PATHS = (
+    "_name_or_path", "_commit_hash", "transformers_version", "original_num_attention_heads",
+    "original_total_num_kv_heads",
+)  # fmt: skip
+"""Of a model's configuration: what says nothing of the weights. SGLang notes the last two on a CPU, once it serves."""
 
 BLOB = re.compile("[0-9a-f]{64}")
 

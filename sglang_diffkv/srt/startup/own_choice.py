@@ -4,6 +4,9 @@ loses no more than an FP8 cache would, in next-token distributions of a text tha
 It is chosen once the weights are loaded and before anything is sized: pools, kernels and graphs then are those of the
 configuration that was chosen, as if the user had named it. The model reads the text a few times; nothing is stored
 (``attention/emulated.py``). A file keeps the choice for later starts. All ranks take that of the first.
+
+A server that is given no configuration has its model choose too. Where the model cannot, that server runs the preset
+``careful``, and the log says why. A server that was told ``auto`` is refused instead.
 """
 
 from __future__ import annotations
@@ -12,7 +15,7 @@ import hashlib
 import json
 import logging
 import time
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +23,13 @@ import numpy as np
 import torch
 
 from sglang_diffkv.attention.emulated import AS_COMPUTED, Fp8, Stored, divergence, stored_of
+from sglang_diffkv.calibration import Resolution, sources_of
 from sglang_diffkv.config import CACHE_ENV, CHOSEN, DiffKVConfig
 from sglang_diffkv.errors import ConfigError, UnsupportedError
 from sglang_diffkv.files import named, private_folder, read_json, write_privately
 from sglang_diffkv.key_means import KeySums, impossible
 from sglang_diffkv.ladder import (
+    DECIDED,
     FORMAT,
     JUDGING,
     LEAST_TOKENS,
@@ -32,6 +37,7 @@ from sglang_diffkv.ladder import (
     TOKENS,
     Choice,
     Loss,
+    beside,
     climb,
     rungs,
     scored_positions,
@@ -39,8 +45,9 @@ from sglang_diffkv.ladder import (
 )
 from sglang_diffkv.layout.ranks import Ranks
 from sglang_diffkv.mem_pool.segment_object import canonical
+from sglang_diffkv.presets import CAREFUL, PRESETS
 from sglang_diffkv.srt.models.scaling import attention_layers, sinks_of
-from sglang_diffkv.srt.startup import own_means
+from sglang_diffkv.srt.startup import disaggregation, own_means
 from sglang_diffkv.srt.startup.model_identity import known_digest
 from sglang_diffkv.srt.startup.reading_pass import logits, read
 from sglang_diffkv.srt.versions import compat
@@ -54,6 +61,7 @@ STEPS = 1e12
 MOST_LOSS = 1e6
 """Nats that ranks tell each other of, at most."""
 INSTEAD = "Name another preset instead (docs/choose.md)"
+MORE = "--diffkv-config balanced takes fewer bytes and may lose more (docs/choose.md)"
 
 _report: dict[str, Any] = {}
 """Of the server of this process."""
@@ -64,13 +72,65 @@ def report() -> dict[str, Any]:
     return dict(_report)
 
 
+class CannotChooseError(Exception):
+    """Why the model cannot choose, in words."""
+
+
+@dataclass(frozen=True)
+class Taken:
+    """What a server runs that was to choose.
+
+    Attributes:
+        origin: why, in words. source: where the fields come from that a choice decides, for reports.
+    """
+
+    config: DiffKVConfig
+    origin: str
+    source: str
+
+    def resolution(self, before: Resolution) -> Resolution:
+        """As what a launch finds, in place of what it found ``before``."""
+        sources = {**before.sources, **dict.fromkeys([*DECIDED, "thresholds"], self.source)}
+        return replace(before, config=self.config, origin=self.origin, sources=sources_of(self.config, sources))
+
+
 def candidates(server_args: Any, given: DiffKVConfig) -> list[DiffKVConfig]:
-    """The configurations that a server may run. Raises UnsupportedError where it is to choose and could not."""
+    """The configurations that a server may run. Raises UnsupportedError where it has to choose and could not."""
     if not given.chosen_at_start:
         return [given]
-    if why := obstacle(compat.resolved(server_args)):
-        raise UnsupportedError(f"--diffkv-config {CHOSEN}: {why}. {INSTEAD}")
-    return list(rungs(given).values())
+    if given.chosen_or_refused and (why := obstacle(compat.resolved(server_args))):
+        raise refusal(why)
+    every = list(rungs(given).values())
+    return every if given.chosen_or_refused else [*every, careful(given, "").config]
+
+
+def instead(server_args: Any, given: DiffKVConfig, why: str = "") -> Taken | None:
+    """What a server runs that was not told what, if it is known before its weights load that its model cannot choose.
+    None if the model may, or if the user decided.
+
+    Args:
+        why: what is known to be in the way beside the server's arguments, in words.
+    """
+    if not given.chosen_at_start or given.chosen_or_refused:
+        return None
+    view = compat.resolved(server_args)
+    if own_means.random_weights(view):
+        return Taken(beside(given, {}), "the built-in defaults, since random weights have nothing to lose", "default")
+    if disaggregation.mode_of(view) != disaggregation.OFF:
+        why = f"with {disaggregation.OPTION} two servers have to run the same"
+    why = obstacle(view) or why
+    return careful(given, why) if why else None
+
+
+def careful(given: DiffKVConfig, why: str) -> Taken:
+    """What a server runs that was not told what, and whose model cannot choose. ``why``: in words."""
+    origin = f"those of the preset {CAREFUL}, since the model cannot choose: {why}. {MORE}"
+    return Taken(beside(given, PRESETS[CAREFUL]), origin, f"preset {CAREFUL}")
+
+
+def refusal(why: str) -> UnsupportedError:
+    """Of a server that was told to choose, and whose model cannot."""
+    return UnsupportedError(f"--diffkv-config {CHOSEN}: {why}. {INSTEAD}")
 
 
 def obstacle(view: Any) -> str:
@@ -94,17 +154,41 @@ class Texts:
     judged: list[int]
 
 
-def choose(runner: Any, given: DiffKVConfig) -> tuple[DiffKVConfig, str]:
+def choose(runner: Any, given: DiffKVConfig) -> Taken:
     """What SGLang's model runner is to serve with, and why. Its weights are loaded, and it has no pools yet. All ranks
-    have to call it. Raises UnsupportedError where the model cannot choose.
+    have to call it. Raises UnsupportedError where the model has to choose and cannot.
 
     Args:
-        given: the user's configuration, which asks for a choice.
+        given: the user's configuration, which asks for a choice; or that of a user who gave none.
     """
     global _report
     ranks = compat.tensor_parallel_ranks()
+    try:
+        return _chosen(runner, ranks, given)
+    except CannotChooseError as error:
+        why = str(error)
+        if given.chosen_or_refused:
+            raise refusal(why) from None
+    except Exception as error:
+        # With more ranks the others may be in the pass still, and would wait for this one.
+        if given.chosen_or_refused or not ranks.alone:
+            raise
+        logger.warning("DiffKV: the model was to read a text, which ended with an error", exc_info=True)
+        why = f"reading a text ended with {type(error).__name__}"
+    found = careful(given, why)
+    _report = {"chosen": CAREFUL, "how": why}
+    logger.warning("DiffKV: thresholds are %s", found.origin)
+    return found
+
+
+def _chosen(runner: Any, ranks: Ranks, given: DiffKVConfig) -> Taken:
+    """Raises CannotChooseError."""
+    global _report
     texts = _texts(runner, ranks)
-    file, why = _file(runner, ranks, given, texts) if ranks.rank == 0 else (None, "another rank keeps it")
+    file, why = None, "another rank keeps it"
+    if ranks.rank == 0:
+        server = (runner.server_args, runner.model_config, runner.dtype, runner.device)
+        file, why = _file(*server, ranks.size, given, texts)
     before = None if file is None else kept(file)
     names = list(RUNGS)
     index = int(ranks.largest(np.array([0 if before is None else 1 + names.index(before.rung)]))[0])
@@ -122,27 +206,34 @@ def choose(runner: Any, given: DiffKVConfig) -> tuple[DiffKVConfig, str]:
     facts = {} if choice is None else {"millinats": _reported(choice)}
     _report = {"chosen": rung, "how": said, "tokens": len(texts.judged), "file": None if why else str(file), **facts}
     _report |= {} if seconds is None else {"seconds": seconds}
-    logger.info("DiffKV: %s takes %s", CHOSEN, said)
-    return rungs(given)[rung], f"chosen for the model: {said}"
+    logger.info("DiffKV: the model chose %s", said)
+    return Taken(rungs(given)[rung], f"chosen for the model: {said}", CHOSEN)
 
 
-def _texts(runner: Any, ranks: Ranks) -> Texts:
-    """What the model reads. Raises UnsupportedError where it cannot."""
-    view, model = compat.resolved(runner.server_args), runner.model_config
+def _tokens(view: Any, model: Any) -> tuple[str, Texts]:
+    """Why there is nothing to read, empty if there is; and what there is. ``view``: resolved arguments. ``model``:
+    SGLang's ModelConfig."""
     why, means = own_means.text_ids(view, model)
     judged: list[int] = []
     if not why:
-        why, judged = own_means.text_ids(view, model, text_of(JUDGING), TOKENS, LEAST_TOKENS)
+        most = LEAST_TOKENS if str(view.device) == "cpu" else TOKENS
+        why, judged = own_means.text_ids(view, model, text_of(JUDGING), most, LEAST_TOKENS)
+    return why, Texts(means, judged)
+
+
+def _texts(runner: Any, ranks: Ranks) -> Texts:
+    """What the model reads. Raises CannotChooseError."""
+    why, texts = _tokens(compat.resolved(runner.server_args), runner.model_config)
     if not why and sinks_of(runner.model) is not None:
         why = "layers have attention sinks, with which no text is read at the start"
     if ranks.largest(np.array([bool(why)], dtype=np.int64))[0]:
-        raise UnsupportedError(f"--diffkv-config {CHOSEN}: {why or 'another rank cannot read a text'}. {INSTEAD}")
-    ranks.require_equal("the tokens of the texts that are read", [len(means), *means, *judged])
-    return Texts(means, judged)
+        raise CannotChooseError(why or "another rank cannot read a text")
+    ranks.require_equal("the tokens of the texts that are read", [len(texts.means), *texts.means, *texts.judged])
+    return texts
 
 
 def _judged(runner: Any, ranks: Ranks, given: DiffKVConfig, texts: Texts) -> Choice:
-    """Have the model judge rungs until one loses no more than FP8 does."""
+    """Have the model judge rungs, to find the first that loses no more than FP8 does. Raises CannotChooseError."""
     layers = sorted({layer.layer_id for layer in attention_layers(runner.model)})
     prompt, reply = scored_positions(len(texts.judged))
     configs = rungs(given)
@@ -163,10 +254,7 @@ def _judged(runner: Any, ranks: Ranks, given: DiffKVConfig, texts: Texts) -> Cho
     except torch.OutOfMemoryError:
         if not ranks.alone:  # the others are in the pass, and wait for this one
             raise
-        raise UnsupportedError(
-            f"--diffkv-config {CHOSEN}: the device has too little memory left beside the weights to read a text. "
-            f"{INSTEAD}"
-        ) from None
+        raise CannotChooseError("the device has too little memory left beside the weights to read a text") from None
 
 
 def agreed(ranks: Ranks, loss: Loss) -> Loss:
@@ -207,18 +295,31 @@ def _reported(choice: Choice) -> dict[str, Any]:
     return {"fp8_e4m3": choice.fp8.report(), **{name: loss.report() for name, loss in choice.judged.items()}}
 
 
-def _file(runner: Any, ranks: Ranks, given: DiffKVConfig, texts: Texts) -> tuple[Path | None, str]:
+def _file(
+    server_args: Any, model: Any, dtype: Any, device: Any, ranks: int, given: DiffKVConfig, texts: Texts
+) -> tuple[Path | None, str]:
     """The file of a choice, and why there is none."""
-    why, model = known_digest(runner.server_args, runner.model_config)
-    if model is None:
+    why, name = known_digest(server_args, model)
+    if name is None:
         return None, why
     try:
         folder = private_folder(own_means.cache_folder())
     except (ConfigError, RuntimeError) as error:  # or no home
         return None, f"the folder for it (set {CACHE_ENV}) cannot be used: {error}"
     ladder = {name: config.whole() for name, config in rungs(given).items()}
-    about = [FORMAT, model, str(runner.dtype), str(runner.device), ranks.size, texts.means, texts.judged, ladder]
+    about = [FORMAT, name, str(dtype), str(device), ranks, texts.means, texts.judged, ladder]
     return folder / f"choice-{hashlib.blake2b(canonical(about), digest_size=16).hexdigest()}.json", ""
+
+
+def earlier(configurator: Any, given: DiffKVConfig) -> Choice | None:
+    """What an earlier start of such a server chose, as far as it is kept; None if it is not, or if there is nothing to
+    read. ``configurator``: what of SGLang's KVCacheConfigurator is known before weights are loaded."""
+    view, model = configurator.server_args, configurator.model_config
+    why, texts = _tokens(view, model)
+    if why:
+        return None
+    file, _ = _file(configurator.arguments, model, model.dtype, view.device, view.tp_size, given, texts)
+    return None if file is None else kept(file)
 
 
 def plain(choice: Choice) -> dict[str, Any]:

@@ -109,9 +109,14 @@ def obstacle(runner: Any, scalings: Sequence[Scaling], sinks: torch.dtype | None
     return f"{why}; {MEASURE}" if "LoRA" in why else why
 
 
+def random_weights(view: Any) -> bool:
+    """Whether a server with these resolved arguments loads none of the model's weights."""
+    return str(getattr(view.load_format, "value", view.load_format)) == "dummy"
+
+
 def unreadable(view: Any) -> str:
     """Why models are not read at the start of a server with these resolved arguments; empty if they are."""
-    if str(getattr(view.load_format, "value", view.load_format)) == "dummy":
+    if random_weights(view):
         return "--load-format dummy loads random weights, whose keys say nothing"
     if getattr(view, "enable_lora", False) or getattr(view, "lora_paths", None):
         return "with LoRA texts are not read at the start"

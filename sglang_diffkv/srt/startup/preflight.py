@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from sglang_diffkv.config import CHOSEN, DiffKVConfig
+from sglang_diffkv.config import DiffKVConfig
 from sglang_diffkv.errors import ConfigError, UnsupportedError
 from sglang_diffkv.ladder import LEAST_TOKENS
 from sglang_diffkv.mem_pool.host_pages import GIB
@@ -74,23 +74,30 @@ def ask(args: Any, *configs: DiffKVConfig) -> None:
         logger.info("DiffKV: the model is checked once it is loaded, since SGLang said before: %s", error)
         return
     check_model(configurator)
-    if len(configs) > 1:
-        check_reading(configurator)
     for config in configs:
         planned(configurator, config, draft_bytes)
     if scales := kv_scales.told(configurator.model_config, configs[0].tiers):
         logger.info("DiffKV: %s", scales)
 
 
-def check_reading(configurator: Any) -> None:
-    """Raise UnsupportedError for a model that cannot read a text at the start, to choose a configuration by it."""
-    why, most = "", configurator.model_config.context_len
+def cannot_read(args: Any) -> str:
+    """Why the model of a server with these arguments cannot read a text at the start, as far as its files say; empty if
+    it can, or if SGLang does not take the model."""
+    try:
+        return reading_obstacle(configurator_of(args))
+    except Exception as error:
+        logger.info("DiffKV: whether the model can choose shows once it is loaded, since SGLang said before: %s", error)
+        return ""
+
+
+def reading_obstacle(configurator: Any) -> str:
+    """Why a model cannot read a text at the start, to choose a configuration by it; empty if it can."""
+    most = configurator.model_config.context_len
     if configurator.mambaish_config is not None:
-        why = "the model has layers with states, which only requests have. So it cannot read a text at the start"
-    elif most < LEAST_TOKENS:
-        why = f"the model has a context of {most:,} tokens, and a text of {LEAST_TOKENS:,} is read at the start"
-    if why:
-        raise UnsupportedError(f"--diffkv-config {CHOSEN}: {why}. Name another preset (docs/choose.md)")
+        return "the model has layers with states, which only requests have. So it cannot read a text at the start"
+    if most < LEAST_TOKENS:
+        return f"the model has a context of {most:,} tokens, and a text of {LEAST_TOKENS:,} is read at the start"
+    return ""
 
 
 def planned(configurator: Any, config: DiffKVConfig, draft_bytes: int) -> MemoryPlan:
