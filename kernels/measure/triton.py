@@ -98,8 +98,8 @@ def tally_kernel(
     wide = row.to(tl.int64)
     at = entries + (wide * (L * H) + place) * TIERS
     target = out + number.to(tl.int64) * (TIERS + 2)
-    all_pages = 0
-    all_tokens = 0
+    all_pages = tl.zeros([], tl.int32)
+    all_tokens = tl.zeros([], tl.int32)
     for tier in tl.static_range(TIERS):
         tokens, of_tier = count_held(
             wide, layer, head, tl.load(at + tier), 0, hi, pages, page_table, range_lo, range_hi, row_blocks,
