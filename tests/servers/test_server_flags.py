@@ -182,18 +182,17 @@ def test_drafts_are_refused_on_a_gpu_until_they_were_run_there(drafts_on_a_gpu, 
     check_server_args(_args(device="cuda", **heads))
 
 
-@pytest.mark.parametrize(
-    ("drafts", "chain"),
-    [({"speculative_algorithm": "NGRAM"}, CHAIN_OPTIONS), ({"speculative_algorithm": "EAGLE", **TREE}, MODEL_CHAIN)],
-)
-def test_trees_of_drafts_are_refused_on_a_gpu_until_they_were_run_there(drafts, chain, drafts_on_a_gpu, monkeypatch):
-    """N-grams draft trees by default."""
-    check_server_args(_args(device="cpu", **drafts))
+def test_trees_of_a_model_s_drafts_are_refused_on_a_gpu_until_they_were_run_there(drafts_on_a_gpu, monkeypatch):
+    """Those of n-grams, which draft trees by default, were."""
+    trees = {"speculative_algorithm": "EAGLE", **TREE}
+    check_server_args(_args(device="cpu", **trees))
+    check_server_args(_args(device="cuda", speculative_algorithm="NGRAM"))
     monkeypatch.setattr("sglang_diffkv.srt.startup.validation.TREES_GPU_VERSIONS", ())
-    with pytest.raises(UnsupportedError, match=rf"trees of drafts on a GPU.*add {chain}, or set {UNTRIED_ENV}=1"):
-        check_server_args(_args(device="cuda", **drafts))
+    what = rf"trees of a model's drafts on a GPU.*add {MODEL_CHAIN}, or set {UNTRIED_ENV}=1"
+    with pytest.raises(UnsupportedError, match=what):
+        check_server_args(_args(device="cuda", **trees))
     monkeypatch.setattr("sglang_diffkv.srt.startup.validation.TREES_GPU_VERSIONS", TESTED_VERSIONS)
-    check_server_args(_args(device="cuda", **drafts))
+    check_server_args(_args(device="cuda", **trees))
 
 
 def test_a_release_that_was_not_run_on_a_gpu_is_refused_there_but_to_who_wants_to_try(monkeypatch):

@@ -29,8 +29,8 @@ DRAFTS_GPU_VERSIONS = seen_on_gpu("drafts")
 """Versions of SGLang with which they did."""
 USUAL_DRAFTS = 12
 """SGLang's number where none is given."""
-TREES_GPU_VERSIONS = seen_on_gpu("trees of drafts")
-"""Versions of SGLang with which trees of drafts did."""
+TREES_GPU_VERSIONS = seen_on_gpu("trees of a model's drafts")
+"""Versions of SGLang with which trees of a model's drafts did."""
 MOST_DRAFTS = 16
 """Tokens that a pass verifies of a request at most in a chain, or on a path of a tree."""
 

@@ -14,7 +14,6 @@ from sglang_diffkv.policies.base import Pointwise
 from sglang_diffkv.srt.models.hybrids import hybrid_problems
 from sglang_diffkv.srt.models.scaling import attention_layers
 from sglang_diffkv.srt.models.speculation import (
-    CHAIN,
     DRAFTS_GPU_VERSIONS,
     MODEL_CHAIN,
     SEEN_ON_A_GPU,
@@ -94,9 +93,8 @@ def _drafts_on_a_gpu(args: Any, device: str) -> list[str]:
     if algorithm not in SEEN_ON_A_GPU or sglang_version() not in DRAFTS_GPU_VERSIONS:
         what = f"--speculative-algorithm {algorithm} of SGLang {sglang_version()}"
         problems += untried_on_a_gpu(device, what, "drop --speculative-algorithm")
-    elif drafts_trees(args) and sglang_version() not in TREES_GPU_VERSIONS:
-        chain = MODEL_CHAIN if drafts_by_model(args) else CHAIN
-        problems += untried_on_a_gpu(device, "trees of drafts", f"add {chain}")
+    elif drafts_trees(args) and drafts_by_model(args) and sglang_version() not in TREES_GPU_VERSIONS:
+        problems += untried_on_a_gpu(device, "trees of a model's drafts", f"add {MODEL_CHAIN}")
     elif algorithm == "STANDALONE" and not (eager or overlap):
         what = f"{algorithm} in CUDA graphs with --disable-overlap-schedule (SGLang's own server fails so, too)"
         problems += untried_on_a_gpu(device, what, "drop --disable-overlap-schedule, or add --disable-cuda-graph")
