@@ -13,7 +13,6 @@ from sglang.srt.server_args import ServerArgs
 from benchmarks.paths import NANO
 from sglang_diffkv.config import UNTRIED_ENV, DiffKVConfig
 from sglang_diffkv.errors import UnsupportedError
-from sglang_diffkv.srt.models.speculation import CHAIN as CHAIN_OPTIONS
 from sglang_diffkv.srt.models.speculation import MODEL_CHAIN
 from sglang_diffkv.srt.startup import launch
 from sglang_diffkv.srt.startup.server_flags import REFUSED, OnlyWith, Refused, flags
