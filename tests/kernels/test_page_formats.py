@@ -182,8 +182,8 @@ def check_kernels(tiers: str, policy: Policy, scored: int, position_bytes: int, 
 
 def test_a_number_of_bits_is_only_a_configuration() -> None:
     """No source file knows of these tiers, and every kernel serves them."""
-    config, package = load_config('{"tiers": ["K7V5", "K5V3"]}'), Path(sglang_diffkv.__file__).parent
+    config, package = load_config('{"tiers": ["K7V5", "K5V6"]}'), Path(sglang_diffkv.__file__).parent
     for root in (package, Path(launch.__file__).parent):
         for path in root.rglob("*.py"):
-            assert not re.search(r"K7V5|K5V3", path.read_text()), path
+            assert not re.search(r"K7V5|K5V6", path.read_text()), path
     check_kernels(" ".join(config.tiers), diffkv_policy(1.0, 0.2, 6), 2, 2, LAST)
