@@ -8,6 +8,9 @@ import torch
 
 from sglang_diffkv.layout.transfer import to_device
 
+FEW = 32
+"""Places that a GPU takes as arguments of launches, without memory of their own."""
+
 
 def set_blocks(row_blocks: torch.Tensor, at: Sequence[int], blocks: Sequence[int]) -> None:
     """Write ``blocks`` to the different flat places ``at`` of ``row_blocks`` [R, max_blocks] int32, on the current

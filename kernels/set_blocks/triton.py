@@ -1,4 +1,4 @@
-"""Table blocks of rows on the GPU: numbers are arguments of the launch, so nothing is copied or allocated."""
+"""Table blocks of rows on the GPU: a few numbers are arguments of launches, so nothing is copied or allocated."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 
 from sglang_diffkv.kernels.launch import Launch
+from sglang_diffkv.kernels.set_blocks import reference
 
 PAIRS = 8
 """Places that a launch writes to."""
@@ -32,11 +33,14 @@ def set_blocks_kernel(
 
 
 def prepare_set_blocks(row_blocks: torch.Tensor) -> Callable[[Sequence[int], Sequence[int]], None]:
-    """``reference.set_blocks`` of one table, a launch for every ``PAIRS`` places."""
+    """``reference.set_blocks`` of one table: a launch for every ``PAIRS`` places, or for more than ``FEW`` a copy."""
     assert row_blocks.dtype == torch.int32 and row_blocks.is_contiguous()
     launch = Launch(set_blocks_kernel, (1,), (row_blocks, *[None] * len(NUMBERS)), {"num_warps": 1})
 
     def set_blocks(at: Sequence[int], blocks: Sequence[int]) -> None:
+        if len(at) > reference.FEW:
+            reference.set_blocks(row_blocks, at, blocks)
+            return
         pairs = [*zip(at, blocks, strict=True)]
         for first in range(0, len(pairs), PAIRS):
             some = pairs[first : first + PAIRS]

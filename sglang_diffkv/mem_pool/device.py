@@ -68,6 +68,7 @@ class PageDevice:
         Args:
             allocates: whether they need memory beside the state's. If not, they wait for no other stream.
         """
+        allocates = allocates or self.space.flush_allocates
         if allocates and self.stream is not None and (current := torch.cuda.current_stream()) != self.stream:
             self.stream.wait_stream(current)
         with torch.cuda.stream(self.stream):

@@ -229,13 +229,18 @@ class TableSpace:
         column = (number, self.max_blocks - 1 - number, middle - 1 - number, middle + number)[tier]
         return row * self.max_blocks + column
 
-    def flush(self, *, freed: bool = False) -> None:
+    @property
+    def flush_allocates(self) -> bool:
+        """Whether ``flush`` takes memory of the device."""
+        return self._grown and len(self._writes) > reference.FEW
+
+    def flush(self) -> None:
         """Bring the blocks that rows hold up to date on the device, on the current stream, without waiting.
 
         Blocks that rows have let go are behind their entries, where no kernel reads. They are taken off with the next
-        blocks that rows take, or now if ``freed``.
+        blocks that rows take.
         """
-        if self._grown or (freed and self._writes):
+        if self._grown:
             self._write([*self._writes], [*self._writes.values()])
             self._writes.clear()
             self._grown = False

@@ -164,9 +164,10 @@ class DiffKVAttnBackend(AttentionBackend):
         if in_capture:
             self._prepare(forward_batch)
             return
-        self.manager.launch_step()
+        launched = self.manager.launch_step()
         if self.verify is not None and forward_batch.forward_mode.is_target_verify():
-            self.verify.replayed(forward_batch.batch_size, self.manager.drafts, self._links(forward_batch))
+            links = self._links(forward_batch, needed=launched is not None)
+            self.verify.replayed(forward_batch.batch_size, self.manager.drafts, links)
 
     use_captured_forward_metadata_for_breakable_cuda_graph = True
     """Tells SGLang to call the next two instead of ``init_forward_metadata``. Graphs of a pass over prompts hold what
@@ -223,9 +224,7 @@ class DiffKVAttnBackend(AttentionBackend):
             return
         if self.verify is not None and mode.is_target_verify():
             self.new_tokens = self.verify
-            links = self._links(forward_batch)
-            if launched is not None and links is None and self.manager.longest_path:
-                raise RuntimeError("diffkv: SGLang verifies trees of drafts without their links")
+            links = self._links(forward_batch, needed=launched is not None)
             self.verify.plan(rows, forward_batch.seq_lens, self.manager.drafts, links)
             return
         if launched is None or list(forward_batch.extend_seq_lens_cpu) != launched.new_tokens:
@@ -246,10 +245,14 @@ class DiffKVAttnBackend(AttentionBackend):
         self.new_tokens = self.mixed if launched.decoding else self.extend
         self.launched = launched
 
-    def _links(self, forward_batch: Any) -> TreeLinks | None:
-        """Of the drafts' trees; None for chains, and where a graph is captured."""
+    def _links(self, forward_batch: Any, *, needed: bool) -> TreeLinks | None:
+        """Of the drafts' trees; None for chains, and where a graph is captured. ``needed``: requests have drafts."""
         drafts = forward_batch.spec_info
-        if not self.manager.longest_path or drafts.retrieve_next_token is None:
+        if not self.manager.longest_path:
+            return None
+        if getattr(drafts, "retrieve_next_token", None) is None:
+            if needed:
+                raise RuntimeError("diffkv: SGLang verifies trees of drafts without their links")
             return None
         return TreeLinks(drafts.retrieve_next_token, drafts.retrieve_next_sibling)
 

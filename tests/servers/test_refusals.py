@@ -141,7 +141,12 @@ EAGLE_TREES = {
     [
         ({"kv_cache_dtype": "fp8_e4m3"}, "--kv-cache-dtype fp8_e4m3"),
         ({"speculative_algorithm": "DFLASH"}, "--speculative-algorithm DFLASH"),
-        ({**EAGLE_TREES, "speculative_num_draft_tokens": 65}, "--speculative-num-draft-tokens 65: use 2 to 64"),
+        ({**EAGLE_TREES, "speculative_num_draft_tokens": 65}, "--speculative-num-draft-tokens 65: use 6 to 64"),
+        ({**EAGLE_TREES, "speculative_num_draft_tokens": 5}, "--speculative-num-draft-tokens 5: use 6 to 64"),
+        (
+            {**EAGLE_TREES, "speculative_num_steps": 1, "speculative_num_draft_tokens": 8},
+            "--speculative-num-draft-tokens 8: use 2 to 5",
+        ),
         ({**EAGLE_TREES, "speculative_num_steps": 16}, "--speculative-num-steps 16: use up to 15"),
         ({**EAGLE_TREES, "page_size": 16}, "--page-size 16 with trees of drafts: .* add --speculative-eagle-topk 1"),
         ({"speculative_algorithm": "STANDALONE", "speculative_adaptive": True}, "--speculative-adaptive"),

@@ -14,6 +14,7 @@ import numpy as np
 
 from sglang_diffkv.config import DiffKVConfig
 from sglang_diffkv.errors import UnsupportedError
+from sglang_diffkv.kernels.extend_attention.reference import MOST_NODES
 from sglang_diffkv.policies.base import prunes
 from sglang_diffkv.releases import seen_on_gpu
 from sglang_diffkv.srt.versions import compat
@@ -65,13 +66,20 @@ def drafts_trees(args: Any) -> bool:
     return _branches(args) > 1
 
 
+def tree_sizes(args: Any) -> tuple[int, int]:
+    """The fewest and most tokens that a pass may verify in a tree of a model's drafts: a whole path, and all that the
+    model drafts. SGLang's first step drafts its branches, and each later one branches behind each of them."""
+    steps, branches = int(getattr(args, "speculative_num_steps", None) or 1), _branches(args)
+    return steps + 1, min(1 + branches + (steps - 1) * branches**2, MOST_NODES)
+
+
 def longest_path(args: Any) -> int:
     """Tokens of a tree that a pass accepts at most: those of a path from the root, the token sampled last. 0 for
     chains."""
     if not drafts_trees(args):
         return 0
     steps = int(getattr(args, "speculative_num_steps", None) or 0) if drafts_by_model(args) else 0
-    return min(steps + 1, drafts_of(args)) if steps else drafts_of(args)
+    return steps + 1 if steps else drafts_of(args)
 
 
 def most_accepted(args: Any) -> int:

@@ -9,7 +9,6 @@ import os
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from sglang_diffkv.kernels.extend_attention.reference import MOST_NODES
 from sglang_diffkv.srt.models.speculation import (
     MOST_DRAFTS,
     NGRAM,
@@ -18,6 +17,7 @@ from sglang_diffkv.srt.models.speculation import (
     drafts_by_model,
     drafts_of,
     drafts_trees,
+    tree_sizes,
 )
 from sglang_diffkv.srt.startup.option_kinds import Flag, NoBearing, OnlyWith, Predicate, Refused, Works, unlike
 from sglang_diffkv.srt.startup.optional_parts import PARTS
@@ -47,8 +47,10 @@ def _other_algorithm(value: Any, args: Any) -> bool:
 
 def _too_many_drafts(value: Any, args: Any) -> str:
     """The numbers to choose from, where another is given."""
-    most = MOST_NODES if drafts_by_model(args) and drafts_trees(args) else MOST_DRAFTS
-    return f"2 to {most}" if drafts_of(args) and value is not None and not 2 <= value <= most else ""
+    least, most = 2, MOST_DRAFTS
+    if drafts_by_model(args) and drafts_trees(args):
+        least, most = tree_sizes(args)
+    return f"{least} to {most}" if drafts_of(args) and value is not None and not least <= value <= most else ""
 
 
 def _long_paths(value: Any, args: Any) -> bool:
