@@ -86,7 +86,7 @@ def test_server_command_lines(monkeypatch):
     [
         (
             ["--model", "m", "--config", "a"],
-            "expected 'stock', 'fp8', 'auto', 'lossless', 'safe', 'balanced', 'small' or NAME=JSON",
+            "expected 'stock', 'fp8', 'auto', 'lossless', 'careful', 'safe', 'balanced', 'small' or NAME=JSON",
         ),
         (["--model", "m", "--config", "stock", "--config", "stock"], "a name of its own"),
         (["--model", "m", "--task", REFERENCE], "two task files"),
