@@ -1,8 +1,7 @@
 """Offline generation with SGLang's engine on a compressed cache: ``python examples/engine.py [MODEL [CONFIG]]``.
 
 The engine takes SGLang's server arguments, and ``diffkv_config``: a preset's name, a dict, JSON or the path of a file.
-Without it the configuration comes from the environment variable ``SGLANG_DIFFKV_CONFIG``, else from the thresholds
-calibrated for the model.
+Without it the configuration comes from the environment variable ``SGLANG_DIFFKV_CONFIG``; else the model chooses.
 """
 
 from __future__ import annotations

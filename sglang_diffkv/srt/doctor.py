@@ -264,7 +264,8 @@ def _rung(findings: Findings, configurator: Any, given: DiffKVConfig) -> DiffKVC
     """The configuration that memory is told of where the model chooses: what an earlier start chose, if one is kept."""
     before = own_choice.earlier(configurator, given)
     name, said = (NOTHING_LOST, "one is chosen") if before is None else (before.rung, f"{before.rung} was chosen")
-    findings.add("rungs", f"{', '.join(RUNGS)}: {said} at the start; figures here are of {name}")
+    hint = "" if before is not None else ". Start a server once, or name a preset, before you size by them"
+    findings.add("rungs", f"{', '.join(RUNGS)}: {said} at the start; figures here are of {name}{hint}")
     return rungs(given)[name]
 
 
@@ -282,7 +283,8 @@ def _memory(findings: Findings, configurator: Any, given: str | None, gib: float
             resolved = taken.resolution(resolved)
         config = resolved.config
         findings.note("configuration", resolved.report())
-        findings.add("thresholds", f"{resolved.origin}: {json.dumps(config.method.whole())}")
+        method = "" if config.chosen_at_start else f": {json.dumps(config.method.whole())}"
+        findings.add("thresholds", f"{resolved.origin}{method}")
         if resolved.warning:
             findings.warn("thresholds", resolved.warning.removeprefix("DiffKV: "))
         every = own_choice.candidates(configurator.arguments, config)

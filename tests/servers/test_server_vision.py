@@ -8,7 +8,6 @@ from __future__ import annotations
 import base64
 import io
 import json
-import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -27,7 +26,6 @@ from tests.servers.shared import STRICT, check_idle, stats_of
 
 pytestmark = [pytest.mark.server, pytest.mark.full, pytest.mark.timeout(1800)]
 
-OPERATORS = Path(__file__).parents[1] / "data" / "cpu_operators"
 START, END, IMAGE, VIDEO = "<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>"
 IMAGE_TOKENS = 64
 """Of a picture of 224 by 224 points."""
@@ -75,11 +73,9 @@ def serve(tmp_path: Path) -> Callable[..., Any]:
 
     @contextmanager
     def start(config: dict[str, Any] | None, *args: str) -> Iterator[Server]:
-        path = os.pathsep.join(x for x in (str(OPERATORS), os.environ.get("PYTHONPATH")) if x)
         backend = stock_backend() if config is None else "diffkv"
         args = ("--mm-attention-backend", "sdpa", "--max-total-tokens", "4000", *args)
-        env = {**STRICT, "PYTHONPATH": path}
-        with Server(tmp_path, backend, args, diffkv_config=config, env=env, timeout=600) as server:
+        with Server(tmp_path, backend, args, diffkv_config=config, env=STRICT, timeout=600) as server:
             yield server
             check_idle(server)
 

@@ -80,7 +80,7 @@ BAD = {
     "impossible tiers": (["--config", 'mine={"tiers": ["K9V4"]}'], "impossible tier K9V4"),
     "no preset": (
         ["--config", "saff"],
-        '--config "saff" is no preset (auto, lossless, careful, safe, balanced, small), JSON or file; did you mean "safe"?',
+        '--config "saff" is no preset (auto, lossless, careful, safe, balanced, small), JSON or file; did you mean "',
     ),
     "no preset behind a name": (["--config", "x=saff"], '--config "x": "saff" is no preset (auto, lossless, '),
     "a name of ours": (["--config", "default={}"], '"default" is taken'),

@@ -106,6 +106,7 @@ def take_choice(taken: own_choice.Taken) -> None:
     before = json.loads(os.environ.get(ORIGINS_ENV) or "{}")
     found = taken.resolution(Resolution(taken.config, "", before.get("sources", {}), before.get("files", {})))
     launch, text, report = _left_there(), taken.config.as_text(), found.report()
+    logger.info("DiffKV configuration (%s): %s", taken.source, json.dumps(report))
     _launched = _launched if launch is None else replace(launch, text=text)
     os.environ[CONFIG_ENV] = text
     del report["values"]
@@ -199,6 +200,7 @@ def _take_instead(server_args: Any) -> None:
         raise own_choice.refusal(why)
     if (taken := own_choice.instead(server_args, given, why)) is not None:
         logger.warning("DiffKV: thresholds are %s", taken.origin)
+        own_choice.tell(taken)
         take_choice(taken)
 
 

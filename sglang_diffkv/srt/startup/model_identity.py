@@ -109,11 +109,14 @@ def _weights(view: Any, model: Any) -> tuple[str, list[Any] | None]:
     folder = _folder(str(model.model_path), getattr(model, "revision", None))
     if folder is None:
         return "the folder of the model's weights is not known", None
-    files = sorted({path for pattern in WEIGHTS for path in folder.glob(pattern)})
+    files = sorted({path for pattern in WEIGHTS for path in folder.glob(pattern) if path.is_file()})
     if not files:
         return "the model's folder has no weights of a known form", None
-    whole = sum(path.stat().st_size for path in files) <= READ_WHOLE
-    return "", [[path.name, path.stat().st_size, *_of_file(path, whole)] for path in files]
+    try:
+        whole = sum(path.stat().st_size for path in files) <= READ_WHOLE
+        return "", [[path.name, path.stat().st_size, *_of_file(path, whole)] for path in files]
+    except OSError as error:
+        return f"the model's weights cannot be read ({error})", None
 
 
 def _folder(path: str, revision: str | None) -> Path | None:

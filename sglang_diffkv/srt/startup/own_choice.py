@@ -34,6 +34,7 @@ from sglang_diffkv.ladder import (
     JUDGING,
     LEAST_TOKENS,
     RUNGS,
+    SHARE,
     TOKENS,
     Choice,
     Loss,
@@ -170,25 +171,35 @@ def choose(runner: Any, given: DiffKVConfig) -> Taken:
         if given.chosen_or_refused:
             raise refusal(why) from None
     except Exception as error:
-        # With more ranks the others may be in the pass still, and would wait for this one.
-        if given.chosen_or_refused or not ranks.alone:
+        if given.chosen_or_refused:
             raise
-        logger.warning("DiffKV: the model was to read a text, which ended with an error", exc_info=True)
-        why = f"reading a text ended with {type(error).__name__}"
+        why = f"judging settings ended with {type(error).__name__}"
+        if not ranks.alone:  # the others may be in the pass still, and would wait for this one
+            raise UnsupportedError(f"choosing a setting: {why}. Add --diffkv-config {CAREFUL}") from error
+        logger.warning("DiffKV: the model was to choose a setting, which ended with an error", exc_info=True)
     found = careful(given, why)
-    _report = {"chosen": CAREFUL, "how": why}
+    tell(found)
     logger.warning("DiffKV: thresholds are %s", found.origin)
     return found
+
+
+def tell(taken: Taken) -> None:
+    """``report`` says what was taken without a choice."""
+    global _report
+    _report = {"chosen": taken.source.removeprefix("preset "), "how": taken.origin}
 
 
 def _chosen(runner: Any, ranks: Ranks, given: DiffKVConfig) -> Taken:
     """Raises CannotChooseError."""
     global _report
     texts = _texts(runner, ranks)
-    file, why = None, "another rank keeps it"
+    file, why = None, ""
     if ranks.rank == 0:
         server = (runner.server_args, runner.model_config, runner.dtype, runner.device)
-        file, why = _file(*server, ranks.size, given, texts)
+        try:
+            file, why = _file(*server, ranks.size, given, texts)
+        except Exception as error:  # the other ranks go on
+            why = f"its name was not found: {type(error).__name__}: {error}"
     before = None if file is None else kept(file)
     names = list(RUNGS)
     index = int(ranks.largest(np.array([0 if before is None else 1 + names.index(before.rung)]))[0])
@@ -201,10 +212,15 @@ def _chosen(runner: Any, ranks: Ranks, given: DiffKVConfig) -> Taken:
         rung, seconds = choice.rung, round(time.perf_counter() - began, 2)
         if file is not None:
             why = write_privately(file, lambda path: path.write_text(json.dumps(plain(choice)), encoding="utf-8"))
-        how = f"measured in {seconds:.1f} s, " + (f"kept in {named(file)}" if file and not why else f"not kept: {why}")
+        if ranks.rank:
+            how = "kept by the first rank, if by any"
+        else:
+            how = f"kept in {named(file)}" if file and not why else f"not kept: {why}"
+        how = f"measured in {seconds:.1f} s, {how}"
     said = f"{rung} ({_because(choice)}; {how})"
     facts = {} if choice is None else {"millinats": _reported(choice)}
-    _report = {"chosen": rung, "how": said, "tokens": len(texts.judged), "file": None if why else str(file), **facts}
+    kept_in = None if why or file is None else str(file)
+    _report = {"chosen": rung, "how": said, "tokens": len(texts.judged), "file": kept_in, **facts}
     _report |= {} if seconds is None else {"seconds": seconds}
     logger.info("DiffKV: the model chose %s", said)
     return Taken(rungs(given)[rung], f"chosen for the model: {said}", CHOSEN)
@@ -280,15 +296,15 @@ def _because(choice: Choice | None) -> str:
     if choice is None:
         return "all ranks take the first one's"
     fp8 = choice.fp8.report()
-    taken = choice.judged.get(choice.rung)
+    taken, names = choice.judged.get(choice.rung), list(RUNGS)
     lost = "it loses nothing" if taken is None else "it loses {prompt:g} and {reply:g}".format(**taken.report())
-    passed = [
-        f"{name} would lose {loss.report()['prompt']:g} and {loss.report()['reply']:g}"
+    smaller = [
+        f"{name}, with fewer bytes, would lose {loss.report()['prompt']:g} and {loss.report()['reply']:g}"
         for name, loss in choice.judged.items()
-        if name != choice.rung
+        if names.index(name) < names.index(choice.rung)
     ]
     limit = f"millinats a token in prompts and in replies, FP8 {fp8['prompt']:g} and {fp8['reply']:g}"
-    return "; ".join([f"{lost} {limit}", *passed])
+    return "; ".join([f"{lost} {limit}", f"{SHARE:g} of that is allowed, less a standard error", *smaller])
 
 
 def _reported(choice: Choice) -> dict[str, Any]:
