@@ -22,7 +22,8 @@ MIXED = {"rotate": "both", "policy": {"name": "diffkv", "window": 32, "alpha_hig
 ALONE = {"rotate": "both", "tiers": ["K8V4"]}
 EXACT = {**MIXED, "prefix_fidelity": "exact"}
 LOSSLESS = {"tiers": ["BF16", "K4V2"], "policy": {"name": "diffkv", "window": 32, "alpha_high": 1e9}}
-PROMPTS = [tokens(count, 70 + count) for count in (420, 300, 150)]
+PROMPTS = [tokens(count, seed) for count, seed in ((420, 511), (300, 386), (150, 231))]
+"""In whose replies the two best tokens are far enough apart for the roundings of any batch."""
 REPLY = 16
 LICENCE = (REPOSITORY / "LICENSE").read_text(encoding="utf-8")
 TEXTS = [LICENCE[start : start + 1500] for start in (0, 3000, 6000)]
