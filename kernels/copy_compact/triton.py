@@ -56,16 +56,12 @@ class PreparedCopy(Protocol):
 
 def form_of_cuts(cuts: Cuts) -> Hashable:
     """What the variants of the copy's kernels depend on."""
-    return tuple(None if x is None else x.data_ptr() % 16 for x in (*_tensors(cuts), cuts.lasting))
-
-
-def _tensors(cuts: Cuts) -> tuple[torch.Tensor | None, ...]:
-    return cuts.high, cuts.low, cuts.values, cuts.tie_high, cuts.tie_low, cuts.between
+    tensors = (cuts.high, cuts.low, cuts.values, cuts.tie_high, cuts.tie_low, cuts.between, cuts.lasting)
+    return tuple(None if x is None else x.data_ptr() % 16 for x in tensors)
 
 
 def prepare_copy(state: PageState, spans: Spans, cuts: Cuts) -> PreparedCopy:
     """What copies by cuts of a form have in common. Arguments as of ``copy_compact``. Nothing is allocated later."""
-    cuts.check(state.num_layers, state.num_heads, len(state.fmt.tiers))
     fmt, layers, heads, tiers = state.fmt, state.num_layers, state.num_heads, len(state.fmt.tiers)
     count, programs = layers * heads, triton.cdiv(layers * heads, HEADS)
     nothing = torch.empty(1, device=state.device)

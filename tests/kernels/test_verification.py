@@ -165,6 +165,24 @@ def test_what_is_stored_behind_fitted_rotations():
     check_commits("reference", "K8V4 K4V2", diffkv_policy(1.0, 0.0, 6), fitted=FittedRotation(keys, values))
 
 
+def check_committed(plain, drafted, lengths, got, outs, *, raw, exact):
+    """Both managers hold the same of rows that have these ``lengths`` now, and attention was that of decode steps.
+
+    ``got``: [layer][request * DRAFTS + number]. ``outs``: by (layer, request, number). ``exact``: as where nothing is
+    rounded otherwise.
+    """
+    for manager in (plain, drafted):
+        for row, length in lengths.items():
+            manager.rows.accepted(row, length)
+        check_integrity(manager)
+    check_same(drafted, plain)
+    bound = 2e-2 if raw else 0.25  # decode reads what it has just quantised
+    for (layer, request, number), out in outs.items():
+        found = got[layer][request * DRAFTS + number]
+        assert close(found, out) < bound
+        assert torch.equal(found, out) or not (raw and exact)
+
+
 def check_commits(kind, tiers, policy, **form):
     plain, decode, _ = make(tiers, kind, policy, **form)
     drafted, _, verify = make(tiers, kind, policy, **form)
@@ -183,16 +201,8 @@ def check_commits(kind, tiers, policy, **form):
         got = [verify.run(layer, *tensors, SCALING) for layer, tensors in enumerate(layers)]
         assert torch.equal(before.view(torch.int16), drafted.state.pages.view(torch.int16))
         verify.commit(torch.tensor(accepted, device=DEVICE))
-        for manager in (plain, drafted):
-            for row, length, count in zip(rows, lengths, accepted, strict=True):
-                manager.rows.accepted(row, length + count)
-            check_integrity(manager)
-        check_same(drafted, plain)
-        bound = 2e-2 if policy is RAW else 0.25  # decode reads what it has just quantised
-        for (layer, request, number), out in outs.items():
-            assert close(got[layer][request * DRAFTS + number], out) < bound
-        if kind == "reference" and policy is RAW:
-            assert all(torch.equal(got[layer][i * DRAFTS + n], out) for (layer, i, n), out in outs.items())
+        lengths = dict(zip(rows, map(sum, zip(lengths, accepted, strict=True)), strict=True))
+        check_committed(plain, drafted, lengths, got, outs, raw=policy is RAW, exact=kind == "reference")
 
 
 @pytest.mark.parametrize("count", [1, 2, NODES, 64])
@@ -250,16 +260,8 @@ def test_the_accepted_path_of_a_tree_is_what_decode_steps_store(kind, tiers, pol
         verify.begin()
         got = [verify.run(layer, *tensors, SCALING)[chosen] for layer, tensors in enumerate(layers)]
         verify.commit(torch.tensor(accepted, device=DEVICE), path=paths)
-        for manager in (plain, drafted):
-            for row, length, count in zip(rows, lengths, accepted, strict=True):
-                manager.rows.accepted(row, length + count)
-            check_integrity(manager)
-        check_same(drafted, plain)
-        bound = 2e-2 if policy is RAW else 0.25  # decode reads what it has just quantised
-        for (layer, request, number), out in outs.items():
-            assert close(got[layer][request * DRAFTS + number], out) < bound
-            if kind == "reference" and policy is RAW:
-                assert torch.equal(got[layer][request * DRAFTS + number], out)
+        lengths = dict(zip(rows, map(sum, zip(lengths, accepted, strict=True)), strict=True))
+        check_committed(plain, drafted, lengths, got, outs, raw=policy is RAW, exact=kind == "reference")
 
 
 @pytest.mark.parametrize(("tiers", "count"), [("K8V4 K4V2", NODES), ("BF16", 64)])
