@@ -15,6 +15,7 @@ import triton
 from sglang_diffkv.kernels.cuda.load import load
 from sglang_diffkv.kernels.cuda.source import CudaSource, defined
 from sglang_diffkv.kernels.device import shared_memory_of
+from sglang_diffkv.kernels.quantize.reference import slices
 from sglang_diffkv.layout.page_format import PageFormat, TierLayout
 from sglang_diffkv.layout.state import PageState, range_dtype
 
@@ -58,9 +59,8 @@ def unsupported(fmt: PageFormat, group: int) -> str | None:
     for layout in fmt.layouts:
         if layout.tier.is_raw:
             return "tier BF16, which gains nothing from it"
-        if 8 % layout.tier.k_bits or 8 % layout.tier.v_bits:
-            return f"tier {layout.tier.name}, whose bits do not divide 8"
-        if layout.key_bytes % 32 or layout.value_bytes % 16:
+        keys, values = slices(layout.tier.k_bits), slices(layout.tier.v_bits)
+        if fmt.head_dim * keys[0] // 8 % 32 or fmt.v_head_dim * values[-1] // 8 % 16:
             return f"tier {layout.tier.name} in heads of {fmt.head_dim} and {fmt.v_head_dim}"
         if layout.tokens > MOST_SLOTS:
             return f"pages of {layout.tokens} tokens, more than {MOST_SLOTS}"

@@ -10,6 +10,8 @@
 //   2^-24 of its value; planes of a byte differ by a power of two, which the accumulators are multiplied by where a tier
 //   begins or ends. So results of tiers add up in the same registers: row r of the two operands (one a byte of a 16-bit
 //   word) of halves 2 p and 2 p + 1 belongs to dimensions 16 half + 2 r + byte, at any number of bits.
+// - codes whose bits do not divide 8 lie in slices of 4, 2 and 1 bits (``kernels/quantize/reference.py``). Their bits are
+//   joined where those of the widest slice are multiplied, from bit 0 of a byte or half on: no plane needs a factor.
 //
 // The softmax is relative to a reference that a head's largest logit and value scale may outgrow by HEADROOM before it
 // moves, so that most pages need not touch the accumulators.
@@ -26,6 +28,12 @@ constexpr int BLOCK = 8;                        // columns of a block of the pag
 constexpr int SETS = GROUP > 4 ? 2 : 1;         // query heads of a lane
 constexpr int PAIRS = V_DIM / 32;               // pairs of halves of 16 dimensions
 constexpr int OPERANDS = DIM / 16;              // words of a query that a lane holds
+// Of ``bits`` of a code: those of its widest slice; whether it has others; how many bits of a packed vector's codes come
+// before a slice.
+DEVICE constexpr int widest(int bits) { return bits >= 8 ? 8 : bits >= 4 ? 4 : bits >= 2 ? 2 : 1; }
+DEVICE constexpr bool sliced(int bits) { return widest(bits) != bits; }
+DEVICE constexpr bool has_slice(int bits, int slice) { return slice < widest(bits) && (bits & slice); }
+DEVICE constexpr int bits_before(int bits, int slice) { return bits - bits % (2 * slice); }
 constexpr float LOG2E = 1.4426950408889634f;
 constexpr float NEVER = -1e30f;
 constexpr float HEADROOM = 15.75f, LIFT = 12.0f;  // log2 of what a weight may grow to in fp16, and where it begins
@@ -148,11 +156,21 @@ struct Kept {  // where the logits of a unit go
     int shared, room;
 };
 
+// Bits of a slice of codes, from bit ``from`` of a word on, moved to where they stand in the code and alone there. UNIT:
+// 1 in each part of a word that holds one code.
+template <int BITS, int SLICE, u32 UNIT> DEVICE u32 bits_of(u32 word, int from) {
+    constexpr int TO = BITS % SLICE;
+    return (from >= TO ? word >> (from - TO) : word << (TO - from)) & ((((1u << SLICE) - 1) << TO) * UNIT);
+}
+constexpr u32 BYTES = 0x01010101u, HALVES = 0x00010001u;
+
 // Operands of a head's queries for keys of a tier: bytes of 8 consecutive elements for each plane and 32 bytes of a row.
 // A plane but the last is masked, the last is the whole byte; products with plane p are 2^(p bits) times as precise as
-// those with the first, which are multiplied by it when they are added up.
+// those with the first, which are multiplied by it when they are added up. Planes of slices are all joined codes alone.
 template <int TIER> DEVICE void read_queries(const Arguments& arg, int head, u32 (&operand)[SETS][OPERANDS], Softmax& soft) {
-    constexpr int BITS = LAYOUTS[TIER].key_bits, PLANES = 8 / BITS, ROW = DIM * BITS / 8, STEPS = ROW / 32;
+    constexpr bool SLICED = sliced(LAYOUTS[TIER].key_bits);
+    constexpr int WIDTH = widest(LAYOUTS[TIER].key_bits), PLANES = 8 / WIDTH, ROW = DIM * WIDTH / 8, STEPS = ROW / 32;
+    constexpr int BITS = SLICED ? 0 : WIDTH;  // by which the products of a plane are shifted against the one before
     int lane = lane_id();
     UNROLL for (int set = 0; set < SETS; set++) {
         int g = min(set * 4 + lane / 8, GROUP - 1);
@@ -168,7 +186,7 @@ template <int TIER> DEVICE void read_queries(const Arguments& arg, int head, u32
                     y[step][p][j] = to_float((u16)(word[j / 2] >> j % 2 * 16)) / (float)(1 << p * BITS);
             }
             UNROLL for (int j = 0; j < 8; j++) {
-                float whole = y[step][PLANES - 1][j];
+                float whole = SLICED ? 0.0f : y[step][PLANES - 1][j];
                 UNROLL for (int p = 0; p < PLANES; p++) {
                     if (p < PLANES - 1) y[step][p][j] -= whole;
                     y[step][p][j] *= (float)(1 << p * BITS);
@@ -183,7 +201,7 @@ template <int TIER> DEVICE void read_queries(const Arguments& arg, int head, u32
         UNROLL for (int step = 0; step < STEPS; step++) {
             UNROLL for (int p = 0; p < PLANES; p++) {
                 // What a code of 1 in every plane gives, as planes are added up in ``key_products``.
-                int weight = p < PLANES - 1 ? 1 << (PLANES - 1) * BITS : 255 / ((1 << BITS) - 1);
+                int weight = SLICED ? 1 : p < PLANES - 1 ? 1 << (PLANES - 1) * BITS : 255 / ((1 << WIDTH) - 1);
                 u32 bytes[2] = {0, 0};
                 UNROLL for (int j = 0; j < 8; j++) {
                     int number = (int)rintf(y[step][p][j] * scale);
@@ -204,38 +222,59 @@ template <int TIER> DEVICE void read_queries(const Arguments& arg, int head, u32
     }
 }
 
+// 16 or 8 bytes of a row.
+template <int PART> DEVICE void read_part(const char* from, u32 (&x)[4]) {
+    if (PART == 16) {
+        uint4 a = *(const uint4*)from;
+        x[0] = a.x, x[1] = a.y, x[2] = a.z, x[3] = a.w;
+    } else {
+        uint2 a = *(const uint2*)from;
+        x[0] = a.x, x[1] = a.y, x[2] = x[3] = 0;
+    }
+}
+// Of two keys those bits of a slice that belong to the lane's part of the widest one: plane p of that, ``width`` bits, has
+// them from bit p width on.
+template <int BITS, int SLICE, int PART> DEVICE void read_slice(const char* one, const char* other, u32 (&x)[2][4]) {
+    constexpr int ROW = DIM * SLICE / 8, BEFORE = DIM * bits_before(BITS, SLICE) / 8;
+    int at = lane_id() % 4 * PART;
+    read_part<PART>(one + BEFORE + at % ROW, x[0]);
+    read_part<PART>(other + BEFORE + at % ROW, x[1]);
+    UNROLL for (int i = 0; i < 8; i++) x[i / 4][i % 4] >>= at / ROW * SLICE;
+}
+
 // Integer products of 16 tokens of a page, of the lane's heads, with tokens 2 r and 2 r + 1 for r = lane / 4.
 template <int TIER> DEVICE void key_products(const char* page, int m, const u32 (&operand)[SETS][OPERANDS], float (&s)[2][SETS]) {
     constexpr Tier T = LAYOUTS[TIER];
-    constexpr int BITS = T.key_bits, PLANES = 8 / BITS, ROW = DIM * BITS / 8, STEPS = ROW / 32;
-    int lane = lane_id(), r = lane / 4, odd = r % 2;
+    constexpr bool SLICED = sliced(T.key_bits);
+    constexpr int BITS = T.key_bits, WIDTH = widest(BITS), PLANES = 8 / WIDTH, ROW = DIM * WIDTH / 8, STEPS = ROW / 32;
+    constexpr int VECTOR = DIM * BITS / 8, PART = ROW >= 64 ? 16 : 8;  // bytes of a key; those of a lane at once
+    int lane = lane_id(), r = lane / 4, odd = SLICED ? 0 : r % 2;
     // In odd rows the two tokens change places, so that neighbours lie in different banks.
-    const char* keys = page + T.keys + (m * 16 + 2 * r) * ROW;
-    const char* one = keys + odd * ROW;
-    const char* other = keys + (1 - odd) * ROW;
+    const char* keys = page + T.keys + (m * 16 + 2 * r) * VECTOR;
+    const char* one = keys + odd * VECTOR;
+    const char* other = keys + (1 - odd) * VECTOR;
     int d[SETS][4] = {};
     UNROLL for (int chunk = 0; chunk < (ROW + 63) / 64; chunk++) {
-        u32 x[4], y[4];
-        if (ROW >= 64) {
-            uint4 a = *(const uint4*)(one + chunk * 64 + lane % 4 * 16);
-            uint4 b = *(const uint4*)(other + chunk * 64 + lane % 4 * 16);
-            x[0] = a.x, x[1] = a.y, x[2] = a.z, x[3] = a.w;
-            y[0] = b.x, y[1] = b.y, y[2] = b.z, y[3] = b.w;
-        } else {
-            uint2 a = *(const uint2*)(one + lane % 4 * 8);
-            uint2 b = *(const uint2*)(other + lane % 4 * 8);
-            x[0] = a.x, x[1] = a.y, y[0] = b.x, y[1] = b.y;
-            x[2] = x[3] = y[2] = y[3] = 0;
-        }
+        u32 x[4], y[4], two[2][4], last[2][4];  // of the widest slice; of the others, for both tokens
+        read_part<PART>(one + chunk * 64 + lane % 4 * PART, x);
+        read_part<PART>(other + chunk * 64 + lane % 4 * PART, y);
+        if constexpr (has_slice(BITS, 2)) read_slice<BITS, 2, PART>(one, other, two);
+        if constexpr (has_slice(BITS, 1)) read_slice<BITS, 1, PART>(one, other, last);
         UNROLL for (int p = 0; p < PLANES; p++) {
-            if (p) {
+            if (p && !SLICED) {
                 UNROLL for (int set = 0; set < SETS; set++)
-                    UNROLL for (int i = 0; i < 4; i++) d[set][i] <<= BITS;
+                    UNROLL for (int i = 0; i < 4; i++) d[set][i] <<= WIDTH;
             }
             UNROLL for (int half = 0; half < (STEPS > 1 ? 2 : 1); half++) {
-                constexpr u32 ALL = ((1u << BITS % 8) - 1) * 0x01010101u;
-                u32 mask = p < PLANES - 1 ? ALL << p * BITS : 0xffffffffu;
-                u32 a[4] = {x[2 * half] & mask, y[2 * half] & mask, x[2 * half + 1] & mask, y[2 * half + 1] & mask};
+                constexpr u32 ALL = ((1u << WIDTH % 8) - 1) * BYTES;
+                u32 mask = p < PLANES - 1 ? ALL << p * WIDTH : 0xffffffffu;
+                u32 a[4] = {x[2 * half], y[2 * half], x[2 * half + 1], y[2 * half + 1]};
+                UNROLL for (int i = 0; i < 4; i++) {
+                    int word = 2 * half + i / 2;
+                    a[i] = SLICED ? bits_of<BITS, WIDTH, BYTES>(a[i], p * WIDTH) : a[i] & mask;
+                    if constexpr (has_slice(BITS, 2)) a[i] |= bits_of<BITS, 2, BYTES>(two[i % 2][word], p * WIDTH);
+                    if constexpr (has_slice(BITS, 1)) a[i] |= bits_of<BITS, 1, BYTES>(last[i % 2][word], p * WIDTH);
+                }
                 int at = ((chunk * 2 + half) * PLANES + p) * 2;
                 UNROLL for (int set = 0; set < SETS; set++)
                     multiply_bytes(d[set], a, operand[set][at], operand[set][at + 1]);
@@ -263,6 +302,7 @@ template <int OFFSET> DEVICE void two_words(const char* page, int slot, u32 (&wo
 // Multiplies accumulators by 2^(plane * bits), or divides them by it.
 template <int TIER, bool DIVIDE> DEVICE void scale_planes(float (&acc)[PAIRS][2][4]) {
     constexpr int BITS = LAYOUTS[TIER].value_bits, GROUPS = V_DIM * BITS / 128;
+    if (sliced(BITS)) return;
     UNROLL for (int pair = 0; pair < PAIRS; pair++) {
         UNROLL for (int half = 0; half < 2; half++) {
             int shift = (2 * pair + half) / GROUPS * BITS;
@@ -277,13 +317,54 @@ template <int TIER, bool DIVIDE> DEVICE void scale_planes(float (&acc)[PAIRS][2]
     }
 }
 
-// Adds the weighted values of 16 tokens; b0 and b1 are the operand of weights.
-template <int TIER> DEVICE void value_products(const char* page, int m, u32 b0, u32 b1, float (&acc)[PAIRS][2][4]) {
-    constexpr Tier T = LAYOUTS[TIER];
-    constexpr int BITS = T.value_bits, PLANES = 8 / BITS, ROW = V_DIM * BITS / 8, GROUPS = ROW / 16;
-    constexpr u32 ALL = ((1u << BITS) - 1) * 0x10001u;
+// Of 16 tokens' values a slice of which a token has 16 or 32 bytes, as ``a`` of ``multiply_halves`` takes them: all planes.
+template <int BITS, int SLICE> DEVICE void read_narrow(u32 (&x)[4], const char* values) {
+    constexpr int VECTOR = V_DIM * BITS / 8;
     int lane = lane_id();
-    const char* values = page + T.values + m * 16 * ROW;
+    values += V_DIM * bits_before(BITS, SLICE) / 8;
+    if constexpr (V_DIM * SLICE == 256) {
+        load_transposed(x, values + (lane / 16 * 8 + lane % 8) * VECTOR + lane / 8 % 2 * 16);
+    } else {
+        u32 y[2];
+        load_transposed(y, values + lane % 16 * VECTOR);
+        x[0] = x[1] = y[0], x[2] = x[3] = y[1];
+    }
+}
+// Its bits in a word of the operand for a byte of a pair of halves.
+template <int BITS, int SLICE> DEVICE u32 narrow_bits(const u32 (&x)[4], int i, int pair, int byte) {
+    int plane = V_DIM * SLICE == 256 ? pair : 2 * pair + i % 2;
+    return bits_of<BITS, SLICE, HALVES>(x[i], byte * 8 + plane * SLICE);
+}
+template <int BITS> DEVICE void sliced_products(const char* values, u32 b0, u32 b1, float (&acc)[PAIRS][2][4]) {
+    constexpr int WIDTH = widest(BITS), GROUPS = V_DIM * WIDTH / 128;
+    static_assert(GROUPS >= 2, "a token has 32 bytes of the widest slice");
+    int lane = lane_id();
+    u32 two[4], last[4];
+    if constexpr (has_slice(BITS, 2)) read_narrow<BITS, 2>(two, values);
+    if constexpr (has_slice(BITS, 1)) read_narrow<BITS, 1>(last, values);
+    const char* row = values + (lane / 16 * 8 + lane % 8) * (V_DIM * BITS / 8) + lane / 8 % 2 * 16;
+    UNROLL for (int group = 0; group < GROUPS; group += 2) {
+        u32 x[4];
+        load_transposed(x, row + group * 16);
+        UNROLL for (int byte = 0; byte < 2; byte++) {
+            UNROLL for (int p = 0; p < 8 / WIDTH; p++) {
+                int pair = (p * GROUPS + group) / 2;
+                u32 a[4];
+                UNROLL for (int i = 0; i < 4; i++) {
+                    a[i] = bits_of<BITS, WIDTH, HALVES>(x[i], byte * 8 + p * WIDTH);
+                    if constexpr (has_slice(BITS, 2)) a[i] |= narrow_bits<BITS, 2>(two, i, pair, byte);
+                    if constexpr (has_slice(BITS, 1)) a[i] |= narrow_bits<BITS, 1>(last, i, pair, byte);
+                }
+                multiply_halves(acc[pair][byte], a, b0, b1);
+            }
+        }
+    }
+}
+
+template <int BITS> DEVICE void planar_products(const char* values, u32 b0, u32 b1, float (&acc)[PAIRS][2][4]) {
+    constexpr int PLANES = 8 / BITS, ROW = V_DIM * BITS / 8, GROUPS = ROW / 16;
+    constexpr u32 ALL = ((1u << BITS) - 1) * HALVES;
+    int lane = lane_id();
     if (GROUPS >= 2) {
         const char* row = values + (lane / 16 * 8 + lane % 8) * ROW + lane / 8 % 2 * 16;
         UNROLL for (int group = 0; group < GROUPS; group += 2) {
@@ -308,6 +389,17 @@ template <int TIER> DEVICE void value_products(const char* page, int m, u32 b0, 
                 multiply_halves(acc[p / 2][byte], a, b0, b1);
             }
         }
+    }
+}
+
+// Adds the weighted values of 16 tokens; b0 and b1 are the operand of weights.
+template <int TIER> DEVICE void value_products(const char* page, int m, u32 b0, u32 b1, float (&acc)[PAIRS][2][4]) {
+    constexpr int BITS = LAYOUTS[TIER].value_bits;
+    const char* values = page + LAYOUTS[TIER].values + m * 16 * (V_DIM * BITS / 8);
+    if constexpr (sliced(BITS)) {
+        sliced_products<BITS>(values, b0, b1, acc);
+    } else {
+        planar_products<BITS>(values, b0, b1, acc);
     }
 }
 

@@ -47,6 +47,14 @@ CASES = [
     (FOUR, 64, 64, 5, 93),
     pytest.param(FOUR, 128, 128, 8, 13, marks=full),
     pytest.param("K8V4 K4V4 K4V2", 64, 64, 2, 13, marks=full),
+    ("K8V6 K5V4", 128, 128, 4, 8),
+    ("K8V6 K6V4", 64, 64, 7, 5),
+    ("K8V6 K5V3", 128, 128, 8, 13),
+    ("K7V7 K6V5 K3V1", 128, 128, 3, 8),
+    pytest.param("K8V6 K4V3", 128, 128, 2, 3, marks=full),
+    pytest.param("K5V6 K5V4", 64, 64, 1, 8, marks=full),
+    pytest.param("K8V5", 128, 128, 4, 8, marks=full),
+    pytest.param("K7V6 K6V6", 64, 128, 5, 8, marks=full),
 ]
 
 
@@ -155,7 +163,9 @@ def test_what_it_does_not_serve_is_named():
     assert cuda.unsupported(make_format("K8V4 K4V2", 128), 8) is None
     assert "more than 8" in str(cuda.unsupported(make_format("K8V4 K4V2", 128), 9))
     assert "96" in str(cuda.unsupported(make_format("K8V4 K4V2", 96), 4))
-    assert "do not divide 8" in str(cuda.unsupported(make_format("K6V3 K3V2", 128), 4))
+    assert cuda.unsupported(make_format("K6V3 K3V2", 128), 8) is None
+    assert "K5V3" in str(cuda.unsupported(make_format("K8V6 K5V3", 64), 4))
+    assert "K3V2" in str(cuda.unsupported(make_format("K6V6 K3V2", 64), 4))
     assert "BF16" in str(cuda.unsupported(make_format("BF16 K8V4", 64), 4))
     assert "K4V1" in str(cuda.unsupported(make_format("K8V2 K4V1", 64), 4))
     assert "more than 128" in str(cuda.unsupported(make_format("K8V4 K4V2", 64, page_tokens=128), 4))
