@@ -141,6 +141,10 @@ TARGETS: Targets = {
     "get_total_uncached_sizes": COMPONENTS + "invariant_checker.SchedulerInvariantChecker._get_total_uncached_sizes",
     "get_decode_usage_msg_parts": COMPONENTS + "pool_stats_observer.PoolStats.get_decode_usage_msg_parts",
     "log_stats": SRT + "observability.metrics_collector.SchedulerMetricsCollector.log_stats",
+    "report_load": (
+        COMPONENTS + "load_inquirer.SchedulerLoadInquirer.get_loads",
+        COMPONENTS + "metrics_reporter.SchedulerMetricsReporter.report_prefill_stats",
+    ),
     # The KV canary
     "launch_capacities": CANARY + "capacities.CanaryLaunchCapacities.from_args",
     "walk_prefix_cache": CANARY + "radix_cache_walker.walk_radix_cache_for_canary",

@@ -445,6 +445,16 @@ def log_stats(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
     return result
 
 
+def report_load(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
+    """What SGLang logs and publishes behind a pass is by what the host knows, so that nothing waits for the device while
+    requests run."""
+    manager = SERVED[BACKEND].requests.manager if BACKEND in SERVED else None
+    if manager is None or not manager.rows:
+        return original(self, *args, **kwargs)
+    with manager.counts.as_known():
+        return original(self, *args, **kwargs)
+
+
 def alloc_page_size(original: Any, batch: Any) -> int:
     """SGLang hands out KV slots by the prefix cache's page size, which is the tree's alone here."""
     return 1 if requests_of(batch) is not None else original(batch)
@@ -486,6 +496,7 @@ _HERE = (
     get_total_uncached_sizes,
     get_decode_usage_msg_parts,
     log_stats,
+    report_load,
 )
 
 _OF_PARTS = (

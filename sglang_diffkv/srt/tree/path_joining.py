@@ -41,6 +41,10 @@ WASTE = 1.25
 pages that a path wastes are bounded, and so is the work: each joining copies at most four times the pages that it
 returns."""
 
+LEAST_WASTE = 1
+"""And where they hold more than so many pages of each layer and head too much: of short turns not every one is copied
+at once."""
+
 PATHS_A_STEP, SHARE_A_STEP = 4, 8
 """So many paths are looked at before a step is scheduled, or one in so many of those that wait. Where many requests end
 at once, the next ones do not wait for all of them, and where many end all the time, few paths wait."""
@@ -221,7 +225,7 @@ class PathJoiner(PathRule):
             least = 1 if parts[first][0] in settling else 2
             for end in range(len(parts), first + least - 1, -1):
                 pages, *held = (after - before for after, before in zip(upto[end], upto[first], strict=True))
-                if self._gain(pages, held) > 0:
+                if self._gain(pages, held, settles=any(x in settling for x, _, _ in parts[first:end])) > 0:
                     yield parts[first:end]
                     first = end - 1
                     break
@@ -231,11 +235,13 @@ class PathJoiner(PathRule):
         """Tokens of each tier that a counted segment holds, or is expected to hold once it has settled."""
         return self.manager.segments.settled_tokens(segment) if segment in settling else segment.held
 
-    def _gain(self, pages: int, held: Sequence[int]) -> float:
+    def _gain(self, pages: int, held: Sequence[int], *, settles: bool) -> float:
         """Pages that joining is expected to return, of segments with so many pages and tokens of each tier; 0 if they
-        waste few."""
+        waste few. ``settles``: some of them are compressed, which is worth its copy sooner."""
         needed = self.manager.segments.needed_pages(held)
-        return pages - needed if pages > WASTE * needed else 0.0
+        wasted = pages - needed
+        least = max((WASTE - 1) * needed, 0 if settles else LEAST_WASTE * self.manager.geometry.heads)
+        return wasted if wasted > least else 0.0
 
     def _make_room_to_tidy(self, parts: Path, node: Any, settling: Collection[Segment]) -> bool:
         """Whether there is room for the copy. For that no more pages are evicted than joining returns, and nothing for
@@ -243,7 +249,8 @@ class PathJoiner(PathRule):
         segments, ledger = self.manager.segments, self.tree.ledger
         pages = segments.dense_pages(parts, [segment for segment, _, _ in parts if segment in settling])
         held = [sum(of_tier) for of_tier in zip(*(self._held(x, settling) for x, _, _ in parts), strict=True)]
-        gain = self._gain(sum(segment.pages for segment, _, _ in parts), held)
+        settles = any(segment in settling for segment, _, _ in parts)
+        gain = self._gain(sum(segment.pages for segment, _, _ in parts), held, settles=settles)
         if not self._known_free(pages) and pages > ledger.uncommitted_pages() + gain:
             return False
         if self.manager.rows and not self._has_rows(parts):
