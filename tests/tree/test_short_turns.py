@@ -272,7 +272,7 @@ def test_long_paths_are_looked_at_quickly(monkeypatch: pytest.MonkeyPatch) -> No
         end(world, turn(world, history, new=24, reply=16))
     scored = []
     gain = world.tree.joiner._gain
-    monkeypatch.setattr(world.tree.joiner, "_gain", lambda *args, **kwargs: (scored.append(1), gain(*args, **kwargs))[1])
+    monkeypatch.setattr(world.tree.joiner, "_gain", lambda *args, **kw: (scored.append(1), gain(*args, **kw))[1])
     end(world, turn(world, history, new=24, reply=16))
     assert len(scored) < 3 * MOST_PARTS * MOST_PARTS / 2
 

@@ -446,8 +446,8 @@ def log_stats(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def report_load(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
-    """What SGLang logs and publishes behind a pass is by what the host knows, so that nothing waits for the device while
-    requests run."""
+    """What SGLang logs and publishes behind a pass is by what the host knows: while requests run nothing waits for the
+    device here."""
     manager = SERVED[BACKEND].requests.manager if BACKEND in SERVED else None
     if manager is None or not manager.rows:
         return original(self, *args, **kwargs)
