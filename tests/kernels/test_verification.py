@@ -11,7 +11,7 @@ import torch
 from sglang_diffkv.attention.draft_trees import TreeLinks, ancestors_of
 from sglang_diffkv.attention.verification import VerifyWrapper
 from sglang_diffkv.attention.wrappers import DecodeWrapper
-from sglang_diffkv.kernels.rotate.fitted import NOT_FITTED, FittedRotation
+from sglang_diffkv.kernels.rotate.fitted import NOT_FITTED, FittedTransform
 from sglang_diffkv.kernels.rotate.reference import NO_ROTATION, Rotation
 from sglang_diffkv.kernels.table import layer_table, max_entries
 from sglang_diffkv.mem_pool.integrity import check_integrity
@@ -162,7 +162,7 @@ def test_what_is_accepted_is_what_decode_steps_store(kind, tiers, policy, rotati
 def test_what_is_stored_behind_fitted_rotations():
     drawn_matrices = torch.randn(2, 2, 2, 64, 64, generator=torch.Generator().manual_seed(9))
     keys, values = torch.linalg.qr(drawn_matrices).Q.to(DEVICE, BF16)
-    check_commits("reference", "K8V4 K4V2", diffkv_policy(1.0, 0.0, 6), fitted=FittedRotation(keys, values))
+    check_commits("reference", "K8V4 K4V2", diffkv_policy(1.0, 0.0, 6), fitted=FittedTransform(keys, values))
 
 
 def check_committed(plain, drafted, lengths, got, outs, *, raw, exact):

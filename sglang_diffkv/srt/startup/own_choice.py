@@ -27,6 +27,7 @@ from sglang_diffkv.calibration import Resolution, sources_of
 from sglang_diffkv.config import CACHE_ENV, CHOSEN, DiffKVConfig
 from sglang_diffkv.errors import ConfigError, UnsupportedError
 from sglang_diffkv.files import named, private_folder, read_json, write_privately
+from sglang_diffkv.kernels.rotate.fitted import NOT_FITTED, FittedTransform
 from sglang_diffkv.key_means import KeySums, impossible
 from sglang_diffkv.ladder import (
     DECIDED,
@@ -46,11 +47,12 @@ from sglang_diffkv.ladder import (
 )
 from sglang_diffkv.layout.ranks import Ranks
 from sglang_diffkv.mem_pool.segment_object import canonical
+from sglang_diffkv.noise_shaping import Moments
 from sglang_diffkv.presets import CAREFUL, PRESETS
 from sglang_diffkv.srt.models.scaling import attention_layers, sinks_of
-from sglang_diffkv.srt.startup import disaggregation, own_means
+from sglang_diffkv.srt.startup import disaggregation, own_means, own_shaping
 from sglang_diffkv.srt.startup.model_identity import known_digest
-from sglang_diffkv.srt.startup.reading_pass import logits, read
+from sglang_diffkv.srt.startup.reading_pass import logits, read_vectors
 from sglang_diffkv.srt.versions import compat
 
 logger = logging.getLogger(__name__)
@@ -254,7 +256,7 @@ def _judged(runner: Any, ranks: Ranks, given: DiffKVConfig, texts: Texts) -> Cho
     prompt, reply = scored_positions(len(texts.judged))
     configs = rungs(given)
     try:
-        means = _means(runner, ranks, texts.means)
+        means, shaping = _measured(runner, ranks, texts.means)
         asked = (texts.judged, layers, [*prompt, *reply])
         reference = logits(runner, *asked, AS_COMPUTED)
 
@@ -266,7 +268,7 @@ def _judged(runner: Any, ranks: Ranks, given: DiffKVConfig, texts: Texts) -> Cho
         def loss(found: torch.Tensor) -> Loss:
             return agreed(ranks, Loss.of(found, fp8, len(prompt)))
 
-        return climb(list(configs), loss(fp8), lambda name: loss(lost(stored_of(configs[name], means))))
+        return climb(list(configs), loss(fp8), lambda name: loss(lost(stored_of(configs[name], means, shaping))))
     except torch.OutOfMemoryError:
         if not ranks.alone:  # the others are in the pass, and wait for this one
             raise
@@ -280,16 +282,21 @@ def agreed(ranks: Ranks, loss: Loss) -> Loss:
     return Loss(*(float(x) / STEPS for x in found))
 
 
-def _means(runner: Any, ranks: Ranks, ids: list[int]) -> torch.Tensor | None:
-    """Of the keys of this rank's heads, as the server would take them off; None where it would take none,
-    on any rank."""
-    if any(layer.logit_cap for layer in attention_layers(runner.model)):
-        return None
-    sums = KeySums()
-    read(runner, ids, sums.add)
-    means = sums.means()
-    bad = ranks.largest(np.array([bool(impossible(means))], dtype=np.int64))[0]
-    return None if bad else means
+def _measured(runner: Any, ranks: Ranks, ids: list[int]) -> tuple[torch.Tensor | None, FittedTransform]:
+    """Key means and noise shaping of this rank's heads, as the server would have them: None and nothing where it would
+    have none, on any rank."""
+    sums, moments = KeySums(), Moments()
+
+    def seen(layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
+        sums.add(layer, key)
+        moments.add(layer, query, key, value)
+
+    read_vectors(runner, ids, seen)
+    means, shaping = sums.means(), own_shaping.fit(runner, moments)
+    capped = any(layer.logit_cap for layer in attention_layers(runner.model))
+    bad = ranks.largest(np.array([capped or bool(impossible(means)), bool(shaping.impossible())], dtype=np.int64))
+    fitted = NOT_FITTED if bad[1] else shaping.transform(runner.dtype, means.device)
+    return None if bad[0] else means, fitted
 
 
 def _because(choice: Choice | None) -> str:
