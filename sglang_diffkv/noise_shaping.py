@@ -34,45 +34,45 @@ SHRINKAGE = 0.01
 
 
 class Moments:
-    """Second moments of queries, keys and values, by layer and KV head, of as many sequences as are added."""
+    """Second moments of what attention reads and stores of one sequence, by layer and KV head."""
 
     def __init__(self) -> None:
-        self._sums: dict[int, list[torch.Tensor]] = {}
-        """Layer -> of queries, keys and values [H, D, D], and the sum of keys [H, 1, D]; float64 on the host."""
-        self._counts: dict[int, int] = {}
+        self._found: dict[int, tuple[torch.Tensor, ...]] = {}
+        """Layer -> of queries, keys and values, [H, D, D] float64 on the host."""
 
-    def add(self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
-        """Count one sequence without its first ``SINKS`` tokens: ``query`` [N, Hq, D], ``key`` [N, H, D] and ``value``
-        [N, H, Dv] of a layer, as attention gets them."""
-        heads = key.shape[1]
-        queries = query[SINKS:].unflatten(1, (heads, -1)).transpose(0, 1).flatten(1, 2).double()  # [H, N * G, D]
-        keys, values = (x[SINKS:].transpose(0, 1).double() for x in (key, value))
-        found = [(x.mT @ x).cpu() for x in (queries, keys, values)]
-        found[0] *= heads / query.shape[1]  # of a query head on average
-        found.append(keys.sum(1, keepdim=True).cpu())
-        before = self._sums.get(layer)
-        self._sums[layer] = found if before is None else [x + y for x, y in zip(before, found, strict=True)]
-        self._counts[layer] = self._counts.get(layer, 0) + max(key.shape[0] - SINKS, 0)
-
-    def fit(self, outputs: Mapping[int, torch.Tensor]) -> NoiseShaping:
-        """The matrices. Raises ValueError where nothing counts, or layers differ in heads.
+    def add(
+        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, weights: torch.Tensor
+    ) -> None:
+        """Note one layer's.
 
         Args:
-            outputs: by layer, [H, Dv, Dv] products of the weights behind attention with themselves, of each KV head;
-                see ``output_products``. Where one is missing values are left as they are.
+            query: [N, Hq, D], as attention gets it. key: [N, H, D]. value: [N, H, Dv].
+            weights: [H, N], how much attention sees of an error of each token. Half of what is stored counts by them,
+                the first tokens included; half counts each token behind ``SINKS`` alike.
         """
-        shapes = {tuple(y.shape for y in x) for x in self._sums.values()}
-        if len(shapes) != 1 or not min(self._counts.values(), default=0):
-            raise ValueError("layers of one shape and more tokens than sinks are needed")
-        keys, values = [], []
-        for layer in sorted(self._sums):
-            count = self._counts[layer]
-            queries, stored, products, total = (x / count for x in self._sums[layer])
-            keys.append(balanced(queries, stored - total.mT @ total))
-            if layer in outputs:
-                values.append(balanced(outputs[layer].double().cpu(), products))
-        whole = len(values) == len(keys)
-        return NoiseShaping(torch.stack(keys).float(), torch.stack(values).float() if whole else None)
+        queries = query[SINKS:].unflatten(1, (key.shape[1], -1)).transpose(0, 1).flatten(1, 2).double()  # [H, N * G, D]
+        keys, values = (x.transpose(0, 1).double() for x in (key, value))
+        keys = keys - keys[:, SINKS:].mean(1, keepdim=True)
+        found = [queries.mT @ queries]
+        for x in (keys, values):
+            seen = (x * weights.double().unsqueeze(2)).mT @ x
+            found.append(_of_size_1(x[:, SINKS:].mT @ x[:, SINKS:]) + _of_size_1(seen))
+        self._found[layer] = tuple(x.cpu() for x in found)
+
+    def fit(self, outputs: Mapping[int, torch.Tensor]) -> NoiseShaping:
+        """The matrices. Raises ValueError where nothing was noted, or layers differ in heads.
+
+        Args:
+            outputs: by layer, ``output_products`` of the weights behind attention. Where a layer has none, values are
+                left as they are.
+        """
+        if len({tuple(y.shape for y in x) for x in self._found.values()}) != 1:
+            raise ValueError("layers of one shape are needed")
+        layers = sorted(self._found)
+        keys = torch.stack([balanced(*self._found[x][:2]) for x in layers]).float()
+        if set(layers) - set(outputs):
+            return NoiseShaping(keys)
+        return NoiseShaping(keys, torch.stack([balanced(outputs[x], self._found[x][2]) for x in layers]).float())
 
 
 def balanced(reads: torch.Tensor, stored: torch.Tensor) -> torch.Tensor:
@@ -91,11 +91,16 @@ def balanced(reads: torch.Tensor, stored: torch.Tensor) -> torch.Tensor:
     return (directions * stretch.exp().unsqueeze(-2)) @ directions.mT
 
 
-def _shrunk(moment: torch.Tensor) -> torch.Tensor:
-    """Nearer to a multiple of the identity; the identity where all is 0."""
+def _of_size_1(moment: torch.Tensor) -> torch.Tensor:
+    """With a mean of 1 on the diagonal, or all 0."""
     size = moment.diagonal(dim1=-2, dim2=-1).mean(-1)[..., None, None]
-    moment = torch.where(size > 0, moment / size, torch.zeros_like(moment))
-    share = torch.where(size > 0, torch.full_like(size, SHRINKAGE), torch.ones_like(size))
+    return torch.where(size > 0, moment / size, torch.zeros_like(moment))
+
+
+def _shrunk(moment: torch.Tensor) -> torch.Tensor:
+    """Nearer to the identity, and of size 1; the identity where all is 0."""
+    moment = _of_size_1(moment)
+    share = torch.where(moment.diagonal(dim1=-2, dim2=-1).sum(-1) > 0, SHRINKAGE, 1.0)[..., None, None]
     return (1 - share) * moment + share * torch.eye(moment.shape[-1], dtype=moment.dtype)
 
 

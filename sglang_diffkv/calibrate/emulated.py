@@ -22,7 +22,7 @@ import torch
 
 from sglang_diffkv.arguments import output_file
 from sglang_diffkv.attention.emulated import AS_COMPUTED, Fp8, Span, Stored, attend, divergence, stored_of
-from sglang_diffkv.attention.whole import Sight, causal
+from sglang_diffkv.attention.whole import Sight, causal, error_weights
 from sglang_diffkv.calibrate.reading import add_arguments, load, windows
 from sglang_diffkv.config import DiffKVConfig, load_config
 from sglang_diffkv.errors import ConfigError
@@ -60,7 +60,8 @@ class Reading:
         if self.sums is not None and self.moments is not None:
             vectors = [x[0].transpose(0, 1) for x in (query, key, value)]
             self.sums.add(module.layer_idx, vectors[1])
-            self.moments.add(module.layer_idx, *vectors)
+            weights = error_weights(query[0], key[0], scaling, sight)
+            self.moments.add(module.layer_idx, *vectors, weights)
             if isinstance(projection := getattr(module, "o_proj", None), torch.nn.Linear):
                 products = output_products(projection.weight, key.shape[1], value.shape[3])
                 self.outputs[module.layer_idx] = products

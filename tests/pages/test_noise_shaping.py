@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import save_file
 
 from sglang_diffkv.attention.emulated import Stored
+from sglang_diffkv.attention.whole import Sight, attention_rows, error_weights
 from sglang_diffkv.config import load_config
 from sglang_diffkv.errors import ConfigError
 from sglang_diffkv.kernels.rotate.fitted import NOT_FITTED, FittedTransform
@@ -76,30 +77,57 @@ def test_stretch_is_limited() -> None:
     )
 
 
+def vectors(count: int, layer: int = 0) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Queries, keys and values of a layer, some directions larger than others."""
+    q = uneven(count * HEADS * GROUP, DIM, 4, 7).view(count, HEADS * GROUP, DIM)
+    return q, *(uneven(count * HEADS, DIM, 4, seed + layer).view(count, HEADS, DIM) for seed in (8, 20))
+
+
 def moments(layers: int = LAYERS, count: int = 400) -> Moments:
-    """Of keys and queries that have most where the other has least."""
+    """Of tokens that count alike, behind sinks that do not."""
     found = Moments()
+    weights = torch.ones(HEADS, count)
+    weights[:, :SINKS] = 0
     for layer in range(layers):
-        q = uneven(count * HEADS * GROUP, DIM, 4, 7).view(count, HEADS * GROUP, DIM)
-        key, value = (uneven(count * HEADS, DIM, 4, seed + layer).view(count, HEADS, DIM) for seed in (8, 20))
-        key[:SINKS], q[:SINKS] = 1e4, 1e4
-        found.add(3 * layer + 1, q, key + 30, value)
+        q, key, value = vectors(count, layer)
+        for x in (q, key, value):
+            x[:SINKS] = 1e4
+        found.add(3 * layer + 1, q, key + 30, value, weights)
     return found
 
 
 def test_moments_are_of_tokens_behind_the_sinks_without_what_keys_share() -> None:
     shaping = moments(1).fit({})
     assert shaping.keys.shape == (1, HEADS, DIM, DIM) and shaping.values is None and not shaping.impossible()
-    again = Moments()
-    q = uneven(400 * HEADS * GROUP, DIM, 4, 7).view(400, HEADS * GROUP, DIM)
-    key = uneven(400 * HEADS, DIM, 4, 8).view(400, HEADS, DIM)
-    for part in (slice(0, 150), slice(150, 400)):  # a text in two parts, each with tokens that do not count
-        first = torch.zeros(SINKS, 1, 1).double()
-        taken = [torch.cat([first.expand(-1, x.shape[1], DIM), x[SINKS:][part]]) for x in (q, key)]
-        again.add(0, *taken, taken[1])
-    torch.testing.assert_close(again.fit({}).keys, shaping.keys, rtol=1e-3, atol=1e-4)
-    with pytest.raises(ValueError, match="tokens than sinks"):
+    q, key, _ = (x[SINKS:] for x in vectors(400))
+    key = key - key.mean(0)
+    for head in range(HEADS):
+        mine = q[:, head * GROUP : (head + 1) * GROUP].flatten(0, 1)
+        torch.testing.assert_close(shaping.keys[0, head], balanced(moment(mine), moment(key[:, head])).float())
+    with pytest.raises(ValueError, match="layers of one shape"):
         Moments().fit({})
+
+
+def test_tokens_that_attention_looks_at_count_more() -> None:
+    """A few keys that lie along one direction: what is stored of it is larger before it is rounded, or smaller."""
+    q, key, value = vectors(400)
+    key[50:60] = torch.randn(10, HEADS, 1, generator=torch.Generator().manual_seed(1)) * 20 * torch.eye(DIM)[3]
+    sizes = []
+    for weight in (0.0, 1.0, 100.0):
+        weights = torch.ones(HEADS, 400)
+        weights[:, 50:60] = weight
+        found = Moments()
+        found.add(0, q, key, value, weights)
+        sizes.append(float((found.fit({}).keys[0] @ torch.eye(DIM)[3]).norm()))
+    assert sizes[0] > sizes[1] > sizes[2]
+
+
+def test_errors_count_by_what_they_move_of_attention() -> None:
+    q, key, _ = (x.transpose(0, 1).float() for x in vectors(700))
+    found = error_weights(q, key, 0.1, Sight(window=90))
+    every = torch.cat([x for _, x in attention_rows(q, key, 0.1, Sight(window=90))], 1)[:, 1::2]
+    torch.testing.assert_close(found, (every * (1 - every)).unflatten(0, (HEADS, GROUP)).sum((1, 2)))
+    assert error_weights(q[:, :9], key[:, :9], 0.1).shape == (HEADS, 9)
 
 
 def test_weights_behind_attention_are_summed_over_query_heads() -> None:

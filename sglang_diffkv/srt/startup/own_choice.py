@@ -287,9 +287,9 @@ def _measured(runner: Any, ranks: Ranks, ids: list[int]) -> tuple[torch.Tensor |
     have none, on any rank."""
     sums, moments = KeySums(), Moments()
 
-    def seen(layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
+    def seen(layer: int, query: torch.Tensor, key: torch.Tensor, *others: Any) -> None:
         sums.add(layer, key)
-        moments.add(layer, query, key, value)
+        own_shaping.note(moments, layer, query, key, *others)
 
     read_vectors(runner, ids, seen)
     means, shaping = sums.means(), own_shaping.fit(runner, moments)

@@ -10,6 +10,7 @@ import hashlib
 import logging
 import time
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ import numpy as np
 import torch
 
 from sglang_diffkv import __version__
+from sglang_diffkv.attention.whole import Sight, error_weights
 from sglang_diffkv.errors import ConfigError
 from sglang_diffkv.files import named, write_privately
 from sglang_diffkv.key_means import SINKS
@@ -85,6 +87,20 @@ def find(runner: Any, sinks: torch.dtype | None) -> NoiseShaping | None:
     return _found.shaping
 
 
+def note(
+    moments: Moments,
+    layer: int,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    scale: float,
+    sight: Sight,
+) -> None:
+    """What a layer attends to, as of ``reading_pass.Seen``."""
+    weights = error_weights(query.transpose(0, 1), key.transpose(0, 1), scale, sight)
+    moments.add(layer, query, key, value, weights)
+
+
 def fit(runner: Any, moments: Moments) -> NoiseShaping:
     """The matrices for what SGLang's model runner was seen to attend to. Raises ValueError."""
     return moments.fit(products_behind_attention(runner.model, runner.dtype))
@@ -100,7 +116,7 @@ def _kept_or_fitted(runner: Any, ids: list[int]) -> Found:
         return Found(found, f"of {named(file)}", _facts(found, ids, file))
     began, moments = time.perf_counter(), Moments()
     try:
-        read_vectors(runner, ids, moments.add)
+        read_vectors(runner, ids, partial(note, moments))
         found = fit(runner, moments)
     except torch.OutOfMemoryError:
         if not ranks.alone:  # the others are in the pass, and wait for this one
