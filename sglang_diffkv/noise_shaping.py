@@ -23,6 +23,7 @@ from safetensors.torch import save_file
 from sglang_diffkv.errors import ConfigError
 from sglang_diffkv.files import check_file, named
 from sglang_diffkv.kernels.rotate.fitted import FittedTransform
+from sglang_diffkv.kernels.rotate.reference import NO_ROTATION, Rotation, rotated
 from sglang_diffkv.key_means import SINKS
 
 MOST_BYTES = 1 << 31
@@ -123,13 +124,21 @@ class NoiseShaping:
     keys: torch.Tensor
     values: torch.Tensor | None = None
 
-    def transform(self, dtype: torch.dtype, device: torch.device | str) -> FittedTransform:
-        """As attention applies it. Inverses are of the matrices as they are rounded to ``dtype``."""
-        keys, queries = _with_inverse(self.keys, dtype, device)
+    def transform(
+        self, dtype: torch.dtype, device: torch.device | str, rotation: Rotation = NO_ROTATION
+    ) -> FittedTransform:
+        """As attention applies it, the Hadamard matrix of ``rotation`` behind each: one product for both. Inverses are
+        of the matrices as they are rounded to ``dtype``."""
+        keys, inverse = _with_inverse(self.keys, dtype, device, turned=rotation.keys)
+        queries = inverse.mT.contiguous()
         if self.values is None:
             return FittedTransform(keys, None, queries)
-        values, outputs = _with_inverse(self.values, dtype, device)
+        values, outputs = _with_inverse(self.values, dtype, device, turned=rotation.values)
         return FittedTransform(keys, values, queries, outputs)
+
+    def left_of(self, rotation: Rotation) -> Rotation:
+        """What of ``rotation`` is not in ``transform``."""
+        return Rotation(values=rotation.values and self.values is None)
 
     def impossible(self) -> str:
         """What makes these matrices of no use, in words; empty if nothing does."""
@@ -142,10 +151,9 @@ class NoiseShaping:
 
 
 def _with_inverse(
-    matrix: torch.Tensor, dtype: torch.dtype, device: torch.device | str
+    matrix: torch.Tensor, dtype: torch.dtype, device: torch.device | str, *, turned: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Symmetric ones, so the inverse is its transpose too."""
-    rounded = matrix.to(dtype)
+    rounded = (rotated(matrix) if turned else matrix).to(dtype)
     return rounded.to(device), torch.linalg.inv(rounded.double()).to(dtype).to(device)
 
 

@@ -12,7 +12,7 @@ its prompt, or when it leaves the window. Only what a policy's thresholds make o
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -23,6 +23,7 @@ from sglang_diffkv.kernels.quantize.reference import dequantize, quantize
 from sglang_diffkv.kernels.rotate.fitted import NOT_FITTED, FittedTransform
 from sglang_diffkv.kernels.rotate.reference import NO_ROTATION, Rotation, rotated
 from sglang_diffkv.layout.page_format import RAW_BITS, Tier
+from sglang_diffkv.noise_shaping import NoiseShaping
 from sglang_diffkv.policies.base import Policy
 from sglang_diffkv.policies.diffkv import DiffKVPolicy
 
@@ -163,17 +164,23 @@ def _as_e4m3(x: torch.Tensor) -> torch.Tensor:
     return x.float().clamp(-LARGEST_E4M3, LARGEST_E4M3).to(torch.float8_e4m3fn).float()
 
 
-def stored_of(config: DiffKVConfig, means: torch.Tensor | None, shaping: FittedTransform = NOT_FITTED) -> Stored:
+def stored_of(
+    config: DiffKVConfig, means: torch.Tensor | None, shaping: NoiseShaping | None = None,
+    dtype: torch.dtype = torch.bfloat16,
+) -> Stored:  # fmt: skip
     """How a server with this configuration stores tokens. Raises ValueError for what is not emulated.
 
     Args:
-        means: of the keys, if it takes any off. shaping: matrices that shape the noise, if it has any.
+        means: of the keys, if it takes any off. shaping: of its model, if it shapes noise. dtype: of the model.
     """
     if config.key_rotation is not None or config.value_rotation is not None:
         raise ValueError("fitted rotations are not emulated")
     taken = means if config.key_means is not None else None
-    fitted = NOT_FITTED if config.noise_shaping is None else shaping
-    return Stored(config.parsed_tiers, config.build_policy(), config.rotation, taken, fitted)
+    plain = Stored(config.parsed_tiers, config.build_policy(), config.rotation, taken)
+    if config.noise_shaping is None or shaping is None:
+        return plain
+    fitted = shaping.transform(dtype, "cpu", config.rotation)
+    return replace(plain, rotation=shaping.left_of(config.rotation), fitted=fitted)
 
 
 def _rounded(x: torch.Tensor, bits: int, source_bits: int = RAW_BITS) -> torch.Tensor:

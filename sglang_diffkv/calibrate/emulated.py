@@ -31,10 +31,9 @@ from sglang_diffkv.evaluate.endpoint import EvaluationError
 from sglang_diffkv.evaluate.prompts import load_tokenizer
 from sglang_diffkv.evaluate.report import markdown
 from sglang_diffkv.evaluate.tasks.files import TaskFileError
-from sglang_diffkv.kernels.rotate.fitted import NOT_FITTED, FittedTransform
 from sglang_diffkv.key_means import KeySums
 from sglang_diffkv.ladder import LEAST_TOKENS, RUNGS, Loss, climb, parts_of, rungs, scored_positions, text_of
-from sglang_diffkv.noise_shaping import Moments, output_products
+from sglang_diffkv.noise_shaping import Moments, NoiseShaping, output_products
 
 READING, READ = "reading.txt", 4096
 """The text of the key means, and tokens of it that are read at most: as a server does."""
@@ -110,7 +109,7 @@ class Judge:
         self.means, self.shaping = self._measured(list(ids))
 
     @torch.inference_mode()
-    def _measured(self, ids: list[int]) -> tuple[torch.Tensor | None, FittedTransform]:
+    def _measured(self, ids: list[int]) -> tuple[torch.Tensor | None, NoiseShaping | None]:
         """Key means and noise shaping, as a server has them."""
         reading = self.reading
         reading.stored, reading.sums, reading.moments = None, KeySums(), Moments()
@@ -118,10 +117,9 @@ class Judge:
         sums, moments = reading.sums, reading.moments
         reading.sums = reading.moments = None
         try:
-            shaping = moments.fit(reading.outputs).transform(self.model.dtype, self.model.device)
-            return sums.means(), shaping
+            return sums.means(), moments.fit(reading.outputs)
         except ValueError:
-            return None, NOT_FITTED
+            return None, None
 
     @torch.inference_mode()
     def logits(self, ids: Sequence[int], stored: Stored) -> torch.Tensor:

@@ -55,7 +55,8 @@ class DiffKVAttnBackend(AttentionBackend):
         self.last_layer = pool.layers[-1]
         config = load_config()
         ops = manager.ops
-        form: dict[str, Any] = {"rotation": config.rotation, "fitted": self._fitted(runner, config, own_shaping)}
+        rotation = config.rotation if own_shaping is None else own_shaping.left_of(config.rotation)
+        form: dict[str, Any] = {"rotation": rotation, "fitted": self._fitted(runner, config, own_shaping)}
         running = manager.running
         if running is not None:
             running.scaling = _one_scaling(scalings) or running.scaling
@@ -106,7 +107,7 @@ class DiffKVAttnBackend(AttentionBackend):
         """What keys and values of this rank's heads are multiplied by. Raises ConfigError."""
         state, ranks, model = self.state, self.manager.ranks, runner.model_config
         if own_shaping is not None:
-            return own_shaping.transform(state.dtype, state.device)
+            return own_shaping.transform(state.dtype, state.device, config.rotation)
         found: dict[str, torch.Tensor] = {}
         for name, path, dim in (
             ("keys", config.key_rotation, state.fmt.head_dim),

@@ -3,18 +3,19 @@ do not fit are refused."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import save_file
 
-from sglang_diffkv.attention.emulated import Stored
+from sglang_diffkv.attention.emulated import Stored, stored_of
 from sglang_diffkv.attention.whole import Sight, attention_rows, error_weights
 from sglang_diffkv.config import load_config
 from sglang_diffkv.errors import ConfigError
-from sglang_diffkv.kernels.rotate.fitted import NOT_FITTED, FittedTransform
-from sglang_diffkv.kernels.rotate.reference import NO_ROTATION, Rotation
+from sglang_diffkv.kernels.rotate.fitted import NOT_FITTED
+from sglang_diffkv.kernels.rotate.reference import NO_ROTATION, Rotation, rotated
 from sglang_diffkv.key_means import SINKS
 from sglang_diffkv.layout.page_format import Tier
 from sglang_diffkv.noise_shaping import (
@@ -138,20 +139,39 @@ def test_weights_behind_attention_are_summed_over_query_heads() -> None:
         torch.testing.assert_close(found[head], sum(x.mT @ x for x in mine), rtol=1e-5, atol=1e-5)
 
 
-def transform(values: bool) -> FittedTransform:
+def random_shaping(*, values: bool) -> NoiseShaping:
     keys, other = (stretched(LAYERS, HEADS, DIM, DIM, seed=x) for x in (2, 3))
-    return NoiseShaping(keys, other if values else None).transform(torch.bfloat16, "cpu")
+    return NoiseShaping(keys, other if values else None)
 
 
 @pytest.mark.parametrize(
-    ("values", "rotation", "with_means"), [(False, NO_ROTATION, False), (True, BOTH, True), (True, NO_ROTATION, True)]
+    ("values", "rotation", "with_means"), [(False, BOTH, False), (True, BOTH, True), (True, NO_ROTATION, True)]
 )
 def test_attention_stays(values: bool, rotation: Rotation, with_means: bool) -> None:
-    """In prompts of several chunks and in decode steps, beside the Hadamard matrix and with key means."""
+    """In prompts of several chunks and in decode steps, with the Hadamard matrix and with key means."""
     key, common = keys_with_much_in_common()
-    means = common if with_means else None
-    assert error("BF16", means, rotation, key, fitted=transform(values)) < 3e-2
-    assert error("BF16", means, rotation, key, 24, fitted=transform(values)) < 3e-2, "a sliding layer"
+    means, shaping = common if with_means else None, random_shaping(values=values)
+    fitted, left = shaping.transform(torch.bfloat16, "cpu", rotation), shaping.left_of(rotation)
+    assert left == (Rotation(values=True) if rotation == BOTH and not values else NO_ROTATION)
+    assert error("BF16", means, left, key, fitted=fitted) < 3e-2
+    assert error("BF16", means, left, key, 24, fitted=fitted) < 3e-2, "a sliding layer"
+
+
+@pytest.mark.parametrize("dim", [64, 96])
+def test_the_hadamard_matrix_comes_behind(dim: int) -> None:
+    """In one product, blocks where the dimension is no power of two."""
+    shaping = NoiseShaping(stretched(1, 2, dim, dim, seed=1), stretched(1, 2, dim, dim, seed=2))
+    key, value = (torch.randn(2, 30, dim, generator=torch.Generator().manual_seed(x)) for x in (3, 4))
+    once, apart = (shaping.transform(torch.float32, "cpu", x) for x in (BOTH, NO_ROTATION))
+    assert once.keys is not None and apart.keys is not None and once.values is not None and apart.values is not None
+    torch.testing.assert_close(key @ once.keys[0], rotated(key @ apart.keys[0]), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(value @ once.values[0], rotated(value @ apart.values[0]), rtol=1e-4, atol=1e-4)
+    config = load_config('{"tiers": ["K4V3"], "rotate": "both", "noise_shaping": "auto"}')
+    stored = stored_of(config, None, shaping, torch.float32)
+    both = replace(stored, rotation=BOTH, fitted=apart)
+    for mine, other in ((stored.keys(key, 0), both.keys(key, 0)), (stored.values(value, 0), both.values(value, 0))):
+        found, expected = (float((x.high - x.computed).norm()) for x in (mine, other))
+        assert found == pytest.approx(expected, rel=1e-3) and found < 0.4 * float(mine.computed.norm())
 
 
 def test_pages_lose_less_where_queries_hardly_look() -> None:

@@ -39,7 +39,10 @@ def judged(model: Path, names: Sequence[str] = tuple(RUNGS)) -> dict[str, Loss]:
     judge = Judge(str(model), None)
     ids = load_tokenizer(str(model))(text_of(JUDGING))["input_ids"][:LEAST_TOKENS]
     configs = {name: config for name, config in rungs(DiffKVConfig()).items() if name in names}
-    ways: dict[str, Stored] = {FP8: Fp8(), **{name: stored_of(x, judge.means) for name, x in configs.items()}}
+    ways: dict[str, Stored] = {
+        FP8: Fp8(),
+        **{name: stored_of(x, judge.means, judge.shaping) for name, x in configs.items()},
+    }
     found = judge.losses(ids, ways)
     return {name: Loss.of(x, found[FP8], len(scored_positions(len(ids))[0])) for name, x in found.items()}
 

@@ -17,7 +17,6 @@ from sglang_diffkv.evaluate import client
 from sglang_diffkv.evaluate.prompts import chat_ids, load_tokenizer
 from sglang_diffkv.evaluate.server import Server
 from sglang_diffkv.evaluate.tasks import reference
-from sglang_diffkv.kernels.rotate.fitted import FittedTransform
 from sglang_diffkv.noise_shaping import NoiseShaping, read_noise_shaping
 from tests.servers.shared import STRICT, stats_of, tokens
 
@@ -33,21 +32,22 @@ AUTO = {
 
 
 @pytest.fixture
-def expected(monkeypatch: pytest.MonkeyPatch) -> FittedTransform:
+def expected(monkeypatch: pytest.MonkeyPatch) -> NoiseShaping:
     """By transformers, of the tokens that a server reads."""
     monkeypatch.setattr(emulated, "READ", READ)
-    return emulated.Judge(str(NANO), None).shaping
+    found = emulated.Judge(str(NANO), None).shaping
+    assert found is not None
+    return found
 
 
-def check(found: NoiseShaping, expected: FittedTransform) -> None:
+def check(found: NoiseShaping, expected: NoiseShaping) -> None:
     """That they are the same, but for what products in bfloat16 differ by."""
     for mine, other in ((found.keys, expected.keys), (found.values, expected.values)):
         assert mine is not None and other is not None
-        even = torch.eye(DIM)
-        assert (mine - other.float()).norm() < 0.05 * (other.float() - even).norm()
+        assert (mine - other).norm() < 0.05 * (other - torch.eye(DIM)).norm()
 
 
-def test_a_server_fits_its_model(tmp_path: Path, expected: FittedTransform, server_of: Callable[..., Server]) -> None:
+def test_a_server_fits_its_model(tmp_path: Path, expected: NoiseShaping, server_of: Callable[..., Server]) -> None:
     """Its replies are right over chunks, decode steps, the low tier and prefix hits."""
     items = reference.select(splits.load("calib"), tasks=["kvupd", "count", "hop", "copy"], levels=["easy"], n=6)
     tokenizer = load_tokenizer(NANO)
@@ -69,7 +69,7 @@ def test_a_server_fits_its_model(tmp_path: Path, expected: FittedTransform, serv
 
 @pytest.mark.full
 def test_each_rank_has_those_of_its_heads(
-    tmp_path: Path, expected: FittedTransform, server_of: Callable[..., Server]
+    tmp_path: Path, expected: NoiseShaping, server_of: Callable[..., Server]
 ) -> None:
     env = {**STRICT, CACHE_ENV: str(tmp_path), "SGLANG_CPU_OMP_THREADS_BIND": "0|0"}
     args = ["--tp-size", "2", "--max-total-tokens", "6000", "--chunked-prefill-size", str(READ)]

@@ -27,7 +27,6 @@ from sglang_diffkv.calibration import Resolution, sources_of
 from sglang_diffkv.config import CACHE_ENV, CHOSEN, DiffKVConfig
 from sglang_diffkv.errors import ConfigError, UnsupportedError
 from sglang_diffkv.files import named, private_folder, read_json, write_privately
-from sglang_diffkv.kernels.rotate.fitted import NOT_FITTED, FittedTransform
 from sglang_diffkv.key_means import KeySums, impossible
 from sglang_diffkv.ladder import (
     DECIDED,
@@ -47,7 +46,7 @@ from sglang_diffkv.ladder import (
 )
 from sglang_diffkv.layout.ranks import Ranks
 from sglang_diffkv.mem_pool.segment_object import canonical
-from sglang_diffkv.noise_shaping import Moments
+from sglang_diffkv.noise_shaping import Moments, NoiseShaping
 from sglang_diffkv.presets import CAREFUL, PRESETS
 from sglang_diffkv.srt.models.scaling import attention_layers, sinks_of
 from sglang_diffkv.srt.startup import disaggregation, own_means, own_shaping
@@ -268,7 +267,10 @@ def _judged(runner: Any, ranks: Ranks, given: DiffKVConfig, texts: Texts) -> Cho
         def loss(found: torch.Tensor) -> Loss:
             return agreed(ranks, Loss.of(found, fp8, len(prompt)))
 
-        return climb(list(configs), loss(fp8), lambda name: loss(lost(stored_of(configs[name], means, shaping))))
+        def judged(name: str) -> Loss:
+            return loss(lost(stored_of(configs[name], means, shaping, runner.dtype)))
+
+        return climb(list(configs), loss(fp8), judged)
     except torch.OutOfMemoryError:
         if not ranks.alone:  # the others are in the pass, and wait for this one
             raise
@@ -282,9 +284,9 @@ def agreed(ranks: Ranks, loss: Loss) -> Loss:
     return Loss(*(float(x) / STEPS for x in found))
 
 
-def _measured(runner: Any, ranks: Ranks, ids: list[int]) -> tuple[torch.Tensor | None, FittedTransform]:
-    """Key means and noise shaping of this rank's heads, as the server would have them: None and nothing where it would
-    have none, on any rank."""
+def _measured(runner: Any, ranks: Ranks, ids: list[int]) -> tuple[torch.Tensor | None, NoiseShaping | None]:
+    """Key means and noise shaping of this rank's heads, as the server would have them; None where it would have none,
+    on any rank."""
     sums, moments = KeySums(), Moments()
 
     def seen(layer: int, query: torch.Tensor, key: torch.Tensor, *others: Any) -> None:
@@ -295,8 +297,7 @@ def _measured(runner: Any, ranks: Ranks, ids: list[int]) -> tuple[torch.Tensor |
     means, shaping = sums.means(), own_shaping.fit(runner, moments)
     capped = any(layer.logit_cap for layer in attention_layers(runner.model))
     bad = ranks.largest(np.array([capped or bool(impossible(means)), bool(shaping.impossible())], dtype=np.int64))
-    fitted = NOT_FITTED if bad[1] else shaping.transform(runner.dtype, means.device)
-    return None if bad[0] else means, fitted
+    return None if bad[0] else means, None if bad[1] else shaping
 
 
 def _because(choice: Choice | None) -> str:
