@@ -125,16 +125,17 @@ class NoiseShaping:
     values: torch.Tensor | None = None
 
     def transform(
-        self, dtype: torch.dtype, device: torch.device | str, rotation: Rotation = NO_ROTATION
+        self, dtype: torch.dtype, device: torch.device | str, rotation: Rotation = NO_ROTATION, group: int = 1
     ) -> FittedTransform:
         """As attention applies it, the Hadamard matrix of ``rotation`` behind each: one product for both. Inverses are
-        of the matrices as they are rounded to ``dtype``."""
+        of the matrices as they are rounded to ``dtype``. ``group``: query heads of a KV head, each of which gets its
+        copy of them."""
         keys, inverse = _with_inverse(self.keys, dtype, device, turned=rotation.keys)
-        queries = inverse.mT.contiguous()
+        queries = inverse.mT.repeat_interleave(group, 1).contiguous()
         if self.values is None:
             return FittedTransform(keys, None, queries)
         values, outputs = _with_inverse(self.values, dtype, device, turned=rotation.values)
-        return FittedTransform(keys, values, queries, outputs)
+        return FittedTransform(keys, values, queries, outputs.repeat_interleave(group, 1))
 
     def left_of(self, rotation: Rotation) -> Rotation:
         """What of ``rotation`` is not in ``transform``."""

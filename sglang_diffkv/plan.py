@@ -138,8 +138,8 @@ class MemoryPlan:
             if path := getattr(config, name):
                 found = read_rotation(name, path, num_layers, model.get_total_num_kv_heads(), dim)
                 matrix_bytes += 2 * num_layers * min(found.shape[1], heads[0]) * dim * dim
-            if config.noise_shaping is not None:  # with what undoes them
-                matrix_bytes += 2 * 2 * num_layers * heads[0] * dim * dim
+            if config.noise_shaping is not None:  # of KV heads, and what undoes them, of query heads
+                matrix_bytes += 2 * num_layers * sum(heads) * dim * dim
         return cls(
             config, fmt, num_layers, *heads, gpu=on_gpu, ranks=ranks, attention_spans=attention_spans,
             draft_bytes=draft_bytes, matrix_bytes=matrix_bytes,

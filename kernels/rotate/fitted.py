@@ -20,12 +20,17 @@ def turned(x: torch.Tensor, matrix: torch.Tensor) -> torch.Tensor:
 
     Args:
         x: [tokens, heads, dim]; the heads of a KV head follow one another.
-        matrix: [1, dim, dim] for all KV heads, or [H, dim, dim], one for each.
+        matrix: [1, dim, dim] for all heads, or [H, dim, dim], one for each KV head. With as many as there are heads
+            the product is one launch, which reads and writes them where they lie.
     """
     tokens, heads, dim = x.shape
     if matrix.shape[0] == 1:
         return torch.matmul(x, matrix[0])
     group = heads // matrix.shape[0]
+    if group == 1:
+        out = x.new_empty(tokens, heads, dim)
+        torch.bmm(x.transpose(0, 1), matrix, out=out.transpose(0, 1))
+        return out
     together = x.unflatten(1, (matrix.shape[0], group)).transpose(0, 1).reshape(matrix.shape[0], tokens * group, dim)
     out = torch.bmm(together, matrix).view(matrix.shape[0], tokens, group, dim)
     return out.transpose(0, 1).reshape(tokens, heads, dim)
@@ -33,7 +38,8 @@ def turned(x: torch.Tensor, matrix: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class FittedTransform:
-    """Of all layers, in the dtype of the model: [L, 1, dim, dim] or [L, H, dim, dim].
+    """Of all layers, in the dtype of the model: [L, 1, dim, dim] or [L, H, dim, dim]. Those of queries and outputs
+    may be repeated for each query head, [L, Hq, dim, dim].
 
     Attributes:
         keys, values: what they are multiplied by; None if by nothing.

@@ -107,7 +107,8 @@ class DiffKVAttnBackend(AttentionBackend):
         """What keys and values of this rank's heads are multiplied by. Raises ConfigError."""
         state, ranks, model = self.state, self.manager.ranks, runner.model_config
         if own_shaping is not None:
-            return own_shaping.transform(state.dtype, state.device, config.rotation)
+            group = self.manager.q_heads // state.num_heads
+            return own_shaping.transform(state.dtype, state.device, config.rotation, group)
         found: dict[str, torch.Tensor] = {}
         for name, path, dim in (
             ("keys", config.key_rotation, state.fmt.head_dim),

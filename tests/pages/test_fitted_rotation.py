@@ -22,7 +22,7 @@ def orthogonal(*shape: int, seed: int = 0) -> torch.Tensor:
     return torch.linalg.qr(drawn).Q.contiguous()
 
 
-@pytest.mark.parametrize("shape", [(0, 2, 3, 8), (1, 1, 1, 5), (7, 3, 2, 96), (4, 2, 7, 64)])
+@pytest.mark.parametrize("shape", [(0, 2, 3, 8), (1, 1, 1, 5), (7, 3, 2, 96), (4, 2, 7, 64), (5, 3, 1, 80)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_each_head_is_multiplied_by_its_matrix(shape: tuple[int, int, int, int], dtype: torch.dtype) -> None:
     """Also of a part of a wider tensor, as projections give it. Tokens, KV heads, query heads of each, dimensions."""

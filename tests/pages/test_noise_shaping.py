@@ -145,13 +145,14 @@ def random_shaping(*, values: bool) -> NoiseShaping:
 
 
 @pytest.mark.parametrize(
-    ("values", "rotation", "with_means"), [(False, BOTH, False), (True, BOTH, True), (True, NO_ROTATION, True)]
+    ("values", "rotation", "with_means", "group"),
+    [(False, BOTH, False, 1), (True, BOTH, True, GROUP), (True, NO_ROTATION, True, 1)],
 )
-def test_attention_stays(values: bool, rotation: Rotation, with_means: bool) -> None:
+def test_attention_stays(values: bool, rotation: Rotation, with_means: bool, group: int) -> None:
     """In prompts of several chunks and in decode steps, with the Hadamard matrix and with key means."""
     key, common = keys_with_much_in_common()
     means, shaping = common if with_means else None, random_shaping(values=values)
-    fitted, left = shaping.transform(torch.bfloat16, "cpu", rotation), shaping.left_of(rotation)
+    fitted, left = shaping.transform(torch.bfloat16, "cpu", rotation, group), shaping.left_of(rotation)
     assert left == (Rotation(values=True) if rotation == BOTH and not values else NO_ROTATION)
     assert error("BF16", means, left, key, fitted=fitted) < 3e-2
     assert error("BF16", means, left, key, 24, fitted=fitted) < 3e-2, "a sliding layer"
