@@ -57,10 +57,10 @@ class Reading:
         """Attention of one sequence in transformers' shapes [1, heads, N, dim]."""
         sight = Sight.of(kwargs)
         if self.sums is not None and self.moments is not None:
-            vectors = [x[0].transpose(0, 1) for x in (query, key, value)]
-            self.sums.add(module.layer_idx, vectors[1])
+            queries, keys, values = (x[0].transpose(0, 1) for x in (query, key, value))
+            self.sums.add(module.layer_idx, keys)
             weights = error_weights(query[0], key[0], scaling, sight)
-            self.moments.add(module.layer_idx, *vectors, weights)
+            self.moments.add(module.layer_idx, queries, keys, values, weights)
             if isinstance(projection := getattr(module, "o_proj", None), torch.nn.Linear):
                 products = output_products(projection.weight, key.shape[1], value.shape[3])
                 self.outputs[module.layer_idx] = products

@@ -297,6 +297,8 @@ def _measured(runner: Any, ranks: Ranks, ids: list[int]) -> tuple[torch.Tensor |
     means, shaping = sums.means(), own_shaping.fit(runner, moments)
     capped = any(layer.logit_cap for layer in attention_layers(runner.model))
     bad = ranks.largest(np.array([capped or bool(impossible(means)), bool(shaping.impossible())], dtype=np.int64))
+    if not bad[1]:
+        own_shaping.hand_over(ids, shaping)
     return None if bad[0] else means, None if bad[1] else shaping
 
 

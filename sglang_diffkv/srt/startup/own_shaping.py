@@ -51,6 +51,8 @@ class Found:
 
 _found: Found | None = None
 """Of the server of this process."""
+_fresh: tuple[list[int], NoiseShaping] | None = None
+"""The tokens that this process has just read, and what was fitted to them."""
 
 
 def report() -> dict[str, Any]:
@@ -87,6 +89,12 @@ def find(runner: Any, sinks: torch.dtype | None) -> NoiseShaping | None:
     return _found.shaping
 
 
+def hand_over(ids: list[int], shaping: NoiseShaping) -> None:
+    """Let ``find`` take what was fitted to these tokens already. All ranks have to call it, or none."""
+    global _fresh
+    _fresh = ids, shaping
+
+
 def note(
     moments: Moments,
     layer: int,
@@ -115,9 +123,11 @@ def _kept_or_fitted(runner: Any, ids: list[int]) -> Found:
     if not ranks.largest(np.array([found is None], dtype=np.int64))[0]:
         return Found(found, f"of {named(file)}", _facts(found, ids, file))
     began, moments = time.perf_counter(), Moments()
+    fresh = _fresh[1] if _fresh is not None and _fresh[0] == ids else None
     try:
-        read_vectors(runner, ids, partial(note, moments))
-        found = fit(runner, moments)
+        if fresh is None:
+            read_vectors(runner, ids, partial(note, moments))
+        found = fresh or fit(runner, moments)
     except torch.OutOfMemoryError:
         if not ranks.alone:  # the others are in the pass, and wait for this one
             raise
@@ -134,8 +144,10 @@ def _kept_or_fitted(runner: Any, ids: list[int]) -> Found:
         why = _keep(file, found, len(ids) - SINKS)
     where = f"kept in {named(file)}" if file is not None and not why else f"not kept, since {why}"
     alone = "" if found.values is not None else "; for keys alone, since the weights behind attention were not found"
-    said = f"fitted in {took:.1f} s with {len(ids):,} tokens of text; {where}{alone}"
-    return Found(found, said, {**_facts(found, ids, None if why else file), "seconds": round(took, 2)})
+    when = f"in {took:.1f} s" if fresh is None else "as the model chose its setting,"
+    said = f"fitted {when} with {len(ids):,} tokens of text; {where}{alone}"
+    seconds = {"seconds": round(took, 2)} if fresh is None else {}
+    return Found(found, said, {**_facts(found, ids, None if why else file), **seconds})
 
 
 def _facts(found: NoiseShaping | None, ids: list[int], file: Path | None) -> dict[str, Any]:

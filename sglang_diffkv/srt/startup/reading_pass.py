@@ -52,8 +52,8 @@ class ReadingBackend(AttentionBackend):
         scaling, window = scaling_of(layer), getattr(layer, "sliding_window_size", None)
         sight = Sight(None if window is None or window < 0 else window + 1, scaling.cap or None)
         self.seen(layer.layer_id, query, key, value, scaling.scale, sight)
-        whole = (x.transpose(0, 1)[None] for x in (query, key, value))  # [1, heads, N, D]
-        out = self.attended(layer, *whole, scaling.scale, sight)
+        q, k, v = (x.transpose(0, 1)[None] for x in (query, key, value))  # [1, heads, N, D]
+        out = self.attended(layer, q, k, v, scaling.scale, sight)
         return out.reshape(key.shape[0], -1)
 
     def attended(
