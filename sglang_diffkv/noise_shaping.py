@@ -81,8 +81,11 @@ def balanced(reads: torch.Tensor, stored: torch.Tensor) -> torch.Tensor:
     far as ``MOST_STRETCH`` allows. Vectors are multiplied by it before they are stored.
 
     Args:
-        reads, stored: [..., dim, dim] float64, second moments: of what reads, and of what is stored.
+        reads, stored: [..., dim, dim] float64, second moments: of what reads, and of what is stored. Of numbers that
+            are not finite come none that are.
     """
+    if not (reads.isfinite().all() and stored.isfinite().all()):
+        return torch.full_like(stored, float("nan"))
     reads, stored = _shrunk(reads), _shrunk(stored)
     root, inverse = _power(stored, 0.5), _power(stored, -0.5)
     sizes, directions = torch.linalg.eigh(inverse @ _power(root @ reads @ root, 0.5) @ inverse)
@@ -95,7 +98,7 @@ def balanced(reads: torch.Tensor, stored: torch.Tensor) -> torch.Tensor:
 def _of_size_1(moment: torch.Tensor) -> torch.Tensor:
     """With a mean of 1 on the diagonal, or all 0."""
     size = moment.diagonal(dim1=-2, dim2=-1).mean(-1)[..., None, None]
-    return torch.where(size > 0, moment / size, torch.zeros_like(moment))
+    return torch.where(size == 0, torch.zeros_like(moment), moment / size)
 
 
 def _shrunk(moment: torch.Tensor) -> torch.Tensor:
