@@ -147,9 +147,12 @@ class NoiseShaping:
     def impossible(self) -> str:
         """What makes these matrices of no use, in words; empty if nothing does."""
         for found in (self.keys, self.values):
-            if found is not None and not found.isfinite().all():
+            if found is None:
+                continue
+            if not found.isfinite().all():
                 return "numbers that are not finite"
-            if found is not None and torch.linalg.cond(found.double()).max() > 2 * MOST_STRETCH:
+            sizes = torch.linalg.eigvalsh(found.double())
+            if (sizes[..., -1] > 2 * MOST_STRETCH * sizes[..., 0]).any():
                 return f"a matrix that stretches one direction over {MOST_STRETCH:g} times as much as another"
         return ""
 
