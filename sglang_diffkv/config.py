@@ -113,6 +113,10 @@ class DiffKVConfig(Strict):
             ``python -m sglang_diffkv.calibrate.means``.
         key_rotation, value_rotation: the path of a file of rotations that were fitted to the model, which take the
             place of the Hadamard matrix for keys, or values (``sglang_diffkv/fitted_rotation.py``).
+        noise_shaping: ``auto``: the server fits matrices to its model when it starts, and keeps them for later starts.
+            Keys and values are multiplied by them before all else, and queries and what attention gives by what undoes
+            it. Attention stays the same, and the error of codes lies where it counts less. It costs a small product a
+            layer and pass for each of the four.
         share_min_tokens: a running request's prompt joins the prefix cache at once if it has at least this many tokens
             of its own. It joins up to its window where so many are left before that. The rest, or a shorter prompt,
             joins when the request ends.
@@ -136,6 +140,7 @@ class DiffKVConfig(Strict):
     key_means: PathName | None = None
     key_rotation: PathName | None = None
     value_rotation: PathName | None = None
+    noise_shaping: Literal["auto"] | None = None
     share_min_tokens: SomeTokens = 128
     host_gib: HostGib | None = None
     high_requests: Fraction = 1.0
@@ -183,7 +188,7 @@ class DiffKVConfig(Strict):
         if self.thresholds != "default" and (given := self.model_fields_set & {"tiers", "policy", "rotate"}):
             listed = " and ".join(sorted(given))
             raise ValueError(f'"thresholds": {named(self.thresholds)} brings tiers, policy and rotate; drop {listed}')
-        brought = {"key_means", "key_rotation", "value_rotation"} & self.model_fields_set
+        brought = {"key_means", "key_rotation", "value_rotation", "noise_shaping"} & self.model_fields_set
         if self.chosen_at_start and brought:
             raise ValueError(
                 f'"thresholds": "{self.thresholds}" decides on them too; drop {" and ".join(sorted(brought))}'
@@ -198,18 +203,29 @@ class DiffKVConfig(Strict):
                     raise ValueError(
                         f"{name} serves quantised tiers, and BF16 is none: drop {name}, or list other tiers"
                     )
-            if self.key_means is not None:
-                raise ValueError(
-                    "key_means serve quantised tiers, and BF16 is none: drop key_means, or list other tiers"
-                )
-        if self.key_means is not None and self.build_policy().running is not None:
-            raise ValueError(f"policy {self.policy and self.policy.name} compares keys with each other: drop key_means")
-        if self.key_means is not None and isinstance(self.build_policy().score_source, KeyNorm):
-            raise ValueError(
-                f"policy {self.policy and self.policy.name} scores tokens by the norms of their keys, which key_means "
-                "change: drop key_means"
-            )
+            for name, serve in (("key_means", "serve"), ("noise_shaping", "serves")):
+                if getattr(self, name) is not None:
+                    raise ValueError(
+                        f"{name} {serve} quantised tiers, and BF16 is none: drop {name}, or list other tiers"
+                    )
+        self._check_keys()
         return self
+
+    def _check_keys(self) -> None:
+        """Raise ValueError for a change of keys that the method does not bear, or that another one makes."""
+        for name in ("key_rotation", "value_rotation"):
+            if self.noise_shaping is not None and getattr(self, name) is not None:
+                raise ValueError(f"noise_shaping and {name} both fit matrices to the model: drop one of them")
+        policy, method = self.build_policy(), self.policy and self.policy.name
+        for name, change in (("key_means", "change"), ("noise_shaping", "changes")):
+            if getattr(self, name) is None:
+                continue
+            if policy.running is not None:
+                raise ValueError(f"policy {method} compares keys with each other: drop {name}")
+            if isinstance(policy.score_source, KeyNorm):
+                raise ValueError(
+                    f"policy {method} scores tokens by the norms of their keys, which {name} {change}: drop {name}"
+                )
 
     @property
     def chosen_at_start(self) -> bool:

@@ -97,8 +97,8 @@ class MemoryPlan:
     attention_spans: tuple[int, ...] = ()
     draft_bytes: int = 0
     """Bytes that a draft model's keys and values take for each KV slot; 0 without one."""
-    rotation_bytes: int = 0
-    """Of fitted rotations."""
+    matrix_bytes: int = 0
+    """Of matrices that were fitted to the model."""
     keeps_retracted: bool = False
     """Whether what retracted requests hold goes to host memory."""
     host_room: HostRoom | None = None
@@ -133,14 +133,16 @@ class MemoryPlan:
             read_key_means(config.key_means, num_layers, model.get_total_num_kv_heads(), model.head_dim)
         on_gpu = torch.device(configurator.device).type == "cuda"
         heads = (model.get_num_kv_heads(ranks), model.num_attention_heads // ranks)
-        rotation_bytes = 0
+        matrix_bytes = 0
         for name, dim in (("key_rotation", fmt.head_dim), ("value_rotation", fmt.v_head_dim)):
             if path := getattr(config, name):
                 found = read_rotation(name, path, num_layers, model.get_total_num_kv_heads(), dim)
-                rotation_bytes += 2 * num_layers * min(found.shape[1], heads[0]) * dim * dim
+                matrix_bytes += 2 * num_layers * min(found.shape[1], heads[0]) * dim * dim
+            if config.noise_shaping is not None:  # of KV heads, and what undoes them, of query heads
+                matrix_bytes += 2 * num_layers * sum(heads) * dim * dim
         return cls(
             config, fmt, num_layers, *heads, gpu=on_gpu, ranks=ranks, attention_spans=attention_spans,
-            draft_bytes=draft_bytes, rotation_bytes=rotation_bytes,
+            draft_bytes=draft_bytes, matrix_bytes=matrix_bytes,
         )  # fmt: skip
 
     @property
@@ -229,7 +231,7 @@ class MemoryPlan:
         return Footprint.of(
             state, geometry, ops, kv_slots=kv_slots, exact=exact, queries=queries, draft_bytes=self.draft_bytes,
             staging_bytes=staged, host_bytes=host_pages * page_bytes,
-            guests="" if self.host_room is None else self.host_room.guests, rotation_bytes=self.rotation_bytes,
+            guests="" if self.host_room is None else self.host_room.guests, matrix_bytes=self.matrix_bytes,
         )  # fmt: skip
 
     def capacity_in(self, budget: int, num_rows: Callable[[int], int], max_tokens: int) -> int:
@@ -265,9 +267,10 @@ class MemoryPlan:
         )
 
     def _fitted(self) -> str:
-        """Of rotations that were fitted, for the log."""
+        """Of matrices that were fitted, for the log."""
         named = (("keys", self.config.key_rotation), ("values", self.config.value_rotation))
-        return "".join(f", {what} by {path}" for what, path in named if path)
+        shaped = "" if self.config.noise_shaping is None else f"; noise shaping {self.config.noise_shaping}"
+        return "".join(f", {what} by {path}" for what, path in named if path) + shaped
 
     def _windows(self) -> str:
         """Of layers with a sliding window, for the log."""

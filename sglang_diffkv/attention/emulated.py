@@ -12,7 +12,7 @@ its prompt, or when it leaves the window. Only what a policy's thresholds make o
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -20,8 +20,10 @@ import torch
 from sglang_diffkv.attention.whole import Sight
 from sglang_diffkv.config import DiffKVConfig
 from sglang_diffkv.kernels.quantize.reference import dequantize, quantize
+from sglang_diffkv.kernels.rotate.fitted import NOT_FITTED, FittedTransform
 from sglang_diffkv.kernels.rotate.reference import NO_ROTATION, Rotation, rotated
 from sglang_diffkv.layout.page_format import RAW_BITS, Tier
+from sglang_diffkv.noise_shaping import NoiseShaping
 from sglang_diffkv.policies.base import Policy
 from sglang_diffkv.policies.diffkv import DiffKVPolicy
 
@@ -61,13 +63,15 @@ class Stored:
 
     Attributes:
         tiers: one or two, high first. policy: which of two a token goes to. rotation: before rounding.
-        means: [layers, H, D], taken off keys before they are rounded; None for none.
+        means: [layers, H, D], taken off keys before they are rounded; None for none. fitted: matrices that come before
+            the rotation, of each KV head, in the model's dtype.
     """
 
     tiers: tuple[Tier, ...]
     policy: Policy | None = None
     rotation: Rotation = NO_ROTATION
     means: torch.Tensor | None = None
+    fitted: FittedTransform = NOT_FITTED
 
     def __post_init__(self) -> None:
         policy = self.policy
@@ -83,13 +87,21 @@ class Stored:
         return self.policy if len(self.tiers) > 1 and isinstance(self.policy, DiffKVPolicy) else None
 
     def keys(self, key: torch.Tensor, layer: int) -> Forms:
-        """``key`` [H, N, D], in the model's dtype. ``layer``: its place in ``means``."""
+        """``key`` [H, N, D], in the model's dtype. ``layer``: its place in ``means`` and ``fitted``."""
         means = None if self.means is None else self.means[layer].to(key.device).float()[:, None]
-        return self._forms(key, [x.k_bits for x in self.tiers], turned=self.rotation.keys, means=means)
+        pair, fitted = None, self.fitted
+        if fitted.keys is not None:
+            undone = fitted.keys if fitted.queries is None else fitted.queries
+            pair = fitted.keys[layer].to(key.device), undone[layer].mT.to(key.device)
+        return self._forms(key, [x.k_bits for x in self.tiers], turned=self.rotation.keys, means=means, pair=pair)
 
-    def values(self, value: torch.Tensor) -> Forms:
-        """``value`` [H, N, D], in the model's dtype."""
-        return self._forms(value, [x.v_bits for x in self.tiers], turned=self.rotation.values, means=None)
+    def values(self, value: torch.Tensor, layer: int) -> Forms:
+        """``value`` [H, N, D], in the model's dtype. ``layer``: its place in ``fitted``."""
+        pair, fitted = None, self.fitted
+        if fitted.values is not None:
+            undone = fitted.values.mT if fitted.outputs is None else fitted.outputs
+            pair = fitted.values[layer].to(value.device), undone[layer].to(value.device)
+        return self._forms(value, [x.v_bits for x in self.tiers], turned=self.rotation.values, means=None, pair=pair)
 
     def queries(self, query: torch.Tensor) -> torch.Tensor:
         """``query`` as it meets stored keys."""
@@ -99,19 +111,27 @@ class Stored:
         """Attention ``weights`` [..., N] of stored tokens, 0 for others, as they meet values."""
         return weights
 
-    def _forms(self, x: torch.Tensor, bits: list[int], *, turned: bool, means: torch.Tensor | None) -> Forms:
-        stored, off = (rotated(x) if turned else x.float()), None
-        if means is not None:
-            off = (rotated(means) if turned else means).to(x.dtype).float()
+    def _forms(
+        self, x: torch.Tensor, bits: list[int], *, turned: bool, means: torch.Tensor | None,
+        pair: tuple[torch.Tensor, torch.Tensor] | None,
+    ) -> Forms:  # fmt: skip
+        """``pair``: the matrix that ``x`` is multiplied by, and the one that undoes it."""
+        stored, off = x, means
+        if pair is not None:
+            stored, off = x @ pair[0], None if means is None else means @ pair[0].float()
+        stored = rotated(stored) if turned else stored.float()
+        if off is not None:
+            off = (rotated(off) if turned else off).to(x.dtype).float()
             stored = stored - off
         high = _rounded(stored, bits[0])
         low = high if len(bits) == 1 else _rounded(high, bits[1], bits[0])
-        return Forms(x.float(), *(self._back(y, off, turned=turned) for y in (high, low)))
 
-    @staticmethod
-    def _back(x: torch.Tensor, off: torch.Tensor | None, *, turned: bool) -> torch.Tensor:
-        x = x if off is None else x + off
-        return rotated(x) if turned else x
+        def back(y: torch.Tensor) -> torch.Tensor:
+            y = y if off is None else y + off
+            y = rotated(y) if turned else y
+            return y if pair is None else y @ pair[1].float()
+
+        return Forms(x.float(), back(high), back(low))
 
 
 AS_COMPUTED = Stored((Tier(RAW_BITS, RAW_BITS),))
@@ -135,7 +155,7 @@ class Fp8(Stored):
         scale = weights.amax(-1, keepdim=True).clamp(min=LEAST_WEIGHT) / LARGEST_WEIGHT
         return _as_e4m3(weights / scale) * scale
 
-    def _forms(self, x: torch.Tensor, bits: list[int], *, turned: bool, means: torch.Tensor | None) -> Forms:
+    def _forms(self, x: torch.Tensor, bits: list[int], **form: Any) -> Forms:
         stored = _as_e4m3(x)
         return Forms(x.float(), stored, stored)
 
@@ -144,13 +164,23 @@ def _as_e4m3(x: torch.Tensor) -> torch.Tensor:
     return x.float().clamp(-LARGEST_E4M3, LARGEST_E4M3).to(torch.float8_e4m3fn).float()
 
 
-def stored_of(config: DiffKVConfig, means: torch.Tensor | None) -> Stored:
-    """How a server with this configuration stores tokens. ``means``: of the keys, if it takes any off. Raises
-    ValueError for what is not emulated."""
+def stored_of(
+    config: DiffKVConfig, means: torch.Tensor | None, shaping: NoiseShaping | None = None,
+    dtype: torch.dtype = torch.bfloat16,
+) -> Stored:  # fmt: skip
+    """How a server with this configuration stores tokens. Raises ValueError for what is not emulated.
+
+    Args:
+        means: of the keys, if it takes any off. shaping: of its model, if it shapes noise. dtype: of the model.
+    """
     if config.key_rotation is not None or config.value_rotation is not None:
         raise ValueError("fitted rotations are not emulated")
     taken = means if config.key_means is not None else None
-    return Stored(config.parsed_tiers, config.build_policy(), config.rotation, taken)
+    plain = Stored(config.parsed_tiers, config.build_policy(), config.rotation, taken)
+    if config.noise_shaping is None or shaping is None:
+        return plain
+    fitted = shaping.transform(dtype, "cpu", config.rotation)
+    return replace(plain, rotation=shaping.left_of(config.rotation), fitted=fitted)
 
 
 def _rounded(x: torch.Tensor, bits: int, source_bits: int = RAW_BITS) -> torch.Tensor:
@@ -174,7 +204,7 @@ def attend(
     assert sight.sinks is None, "attention sinks are not emulated"
     heads, tokens = key.shape[:2]
     queries = query.float().view(heads, -1, *query.shape[1:])  # [H, G, N, D]
-    keys, values = stored.keys(key, layer), stored.values(value)
+    keys, values = stored.keys(key, layer), stored.values(value, layer)
     policy, least = stored.scored, tokens if stored.scored else span.cached
     received = torch.zeros(*queries.shape[:3], device=key.device)  # [H, G, N]
     ends = None if policy is None else evidence_ends(tokens, policy.window, span, key.device)

@@ -41,20 +41,22 @@ PLAIN = Sight()
 
 
 def attention_rows(
-    query: torch.Tensor, key: torch.Tensor, scaling: float, sight: Sight = PLAIN, start: int = 0
+    query: torch.Tensor, key: torch.Tensor, scaling: float, sight: Sight = PLAIN, start: int = 0, step: int = 1
 ) -> Iterator[tuple[int, torch.Tensor]]:
-    """Attention weights of one sequence from query ``start`` on, ``QUERIES`` queries at a time: the first one's
-    position, and [Hq, M, N] float32. query: [Hq, N, D], key: [H, N, D], any whole number of query heads to a KV head.
+    """Attention weights of one sequence of every ``step``-th query from ``start`` on, ``QUERIES`` of them at a time:
+    the first one's position, and [Hq, M, N] float32. query: [Hq, N, D], key: [H, N, D], any whole number of query heads
+    to a KV head.
     """
     heads, tokens = query.shape[:2]
     keys = key.float().repeat_interleave(heads // key.shape[0], 0).mT  # [Hq, D, N]
     column = torch.arange(tokens, device=key.device)
-    for first in range(start, tokens, QUERIES):
-        row = column[first : first + QUERIES, None]
+    for first in range(start, tokens, QUERIES * step):
+        rows = slice(first, first + QUERIES * step, step)
+        row = column[rows, None]
         hidden = column > row  # [M, N]
         if sight.window is not None:
             hidden |= column <= row - sight.window
-        logits = (query[:, first : first + QUERIES].float() @ keys) * scaling
+        logits = (query[:, rows].float() @ keys) * scaling
         if sight.softcap is not None:
             logits = sight.softcap * torch.tanh(logits / sight.softcap)
         logits = logits.masked_fill(hidden, float("-inf"))
@@ -63,6 +65,21 @@ def attention_rows(
         else:
             sinks = sight.sinks.float().view(-1, 1, 1).expand(-1, logits.shape[1], 1)
             yield first, torch.cat([logits, sinks], 2).softmax(-1)[..., :-1]
+
+
+SAMPLED = 512
+"""Queries of a sequence that ``error_weights`` are of, at most."""
+
+
+def error_weights(query: torch.Tensor, key: torch.Tensor, scaling: float, sight: Sight = PLAIN) -> torch.Tensor:
+    """[H, N] float32: how much an error of each token's key moves attention. It is the sum of ``a (1 - a)`` of its
+    attention weights ``a``, of queries that are evenly spread. query, key: as of ``attention_rows``."""
+    heads, tokens = key.shape[:2]
+    step = -(-tokens // SAMPLED)
+    found = torch.zeros(heads, tokens, device=key.device)
+    for _, weights in attention_rows(query, key, scaling, sight, step - 1, step):
+        found += (weights * (1 - weights)).unflatten(0, (heads, -1)).sum((1, 2))
+    return found
 
 
 def causal(

@@ -13,7 +13,7 @@ from functools import partial
 
 import torch
 
-from sglang_diffkv.kernels.rotate.fitted import NOT_FITTED, FittedRotation
+from sglang_diffkv.kernels.rotate.fitted import NOT_FITTED, FittedTransform
 from sglang_diffkv.kernels.rotate.reference import NO_ROTATION, Rotation, rotated
 from sglang_diffkv.layout.query_cache import QueryCache
 from sglang_diffkv.ops.base import Ops, Scaling, Step
@@ -27,7 +27,7 @@ class Wrapper:
         ops: kernels over a state, for a policy. rotation: what is rotated before it is stored. queries: where decode
             steps keep their queries, for a policy that scores running requests. key_means: [L, H, head_dim] float,
             taken off keys before they are stored, not rotated; see ``sglang_diffkv/key_means.py``. Not for layers with
-            a logit cap, which sees what softmax does not. fitted: rotations that come before all else, in the state's
+            a logit cap, which sees what softmax does not. fitted: matrices that come before all else, in the state's
             dtype; key means are of keys before them.
     """
 
@@ -40,7 +40,7 @@ class Wrapper:
         rotation: Rotation = NO_ROTATION,
         queries: QueryCache | None = None,
         key_means: torch.Tensor | None = None,
-        fitted: FittedRotation = NOT_FITTED,
+        fitted: FittedTransform = NOT_FITTED,
     ):
         self.ops, self.rotation, self.queries, self.fitted = ops, rotation, queries, fitted
         self.state, self.policy = ops.state, ops.policy

@@ -22,7 +22,7 @@ import torch
 
 from sglang_diffkv.arguments import output_file
 from sglang_diffkv.attention.emulated import AS_COMPUTED, Fp8, Span, Stored, attend, divergence, stored_of
-from sglang_diffkv.attention.whole import Sight, causal
+from sglang_diffkv.attention.whole import Sight, causal, error_weights
 from sglang_diffkv.calibrate.reading import add_arguments, load, windows
 from sglang_diffkv.config import DiffKVConfig, load_config
 from sglang_diffkv.errors import ConfigError
@@ -31,8 +31,9 @@ from sglang_diffkv.evaluate.endpoint import EvaluationError
 from sglang_diffkv.evaluate.prompts import load_tokenizer
 from sglang_diffkv.evaluate.report import markdown
 from sglang_diffkv.evaluate.tasks.files import TaskFileError
-from sglang_diffkv.key_means import SINKS, KeySums
+from sglang_diffkv.key_means import KeySums
 from sglang_diffkv.ladder import LEAST_TOKENS, RUNGS, Loss, climb, parts_of, rungs, scored_positions, text_of
+from sglang_diffkv.noise_shaping import Moments, NoiseShaping, output_products
 
 READING, READ = "reading.txt", 4096
 """The text of the key means, and tokens of it that are read at most: as a server does."""
@@ -45,6 +46,8 @@ class Reading:
     def __init__(self) -> None:
         self.stored: Stored | None = None
         self.sums: KeySums | None = None
+        self.moments: Moments | None = None
+        self.outputs: dict[int, torch.Tensor] = {}
         self.span = Span(0, 0)
 
     def attend(
@@ -53,8 +56,14 @@ class Reading:
     ) -> tuple[torch.Tensor, None]:  # fmt: skip
         """Attention of one sequence in transformers' shapes [1, heads, N, dim]."""
         sight = Sight.of(kwargs)
-        if self.sums is not None:
-            self.sums.add(module.layer_idx, key[0].transpose(0, 1))
+        if self.sums is not None and self.moments is not None:
+            queries, keys, values = (x[0].transpose(0, 1) for x in (query, key, value))
+            self.sums.add(module.layer_idx, keys)
+            weights = error_weights(query[0], key[0], scaling, sight)
+            self.moments.add(module.layer_idx, queries, keys, values, weights)
+            if isinstance(projection := getattr(module, "o_proj", None), torch.nn.Linear):
+                products = output_products(projection.weight, key.shape[1], value.shape[3])
+                self.outputs[module.layer_idx] = products
         if self.stored is None:
             return causal(query, key, value, scaling, sight), None
         if sight.sinks is not None:
@@ -97,17 +106,20 @@ class Judge:
         self.reading = Reading()
         self.model = load(path, self.reading.attend)
         ids = load_tokenizer(tokenizer or path)(text_of(READING))["input_ids"][:READ]
-        self.means = self._means(list(ids))
+        self.means, self.shaping = self._measured(list(ids))
 
     @torch.inference_mode()
-    def _means(self, ids: list[int]) -> torch.Tensor | None:
-        self.reading.stored, self.reading.sums = None, KeySums()
+    def _measured(self, ids: list[int]) -> tuple[torch.Tensor | None, NoiseShaping | None]:
+        """Key means and noise shaping, as a server has them."""
+        reading = self.reading
+        reading.stored, reading.sums, reading.moments = None, KeySums(), Moments()
         self.model.model(torch.tensor([ids], device=self.model.device), use_cache=False)
-        sums, self.reading.sums = self.reading.sums, None
+        sums, moments = reading.sums, reading.moments
+        reading.sums = reading.moments = None
         try:
-            return sums.means() if len(ids) > SINKS else None
+            return sums.means(), moments.fit(reading.outputs)
         except ValueError:
-            return None
+            return None, None
 
     @torch.inference_mode()
     def logits(self, ids: Sequence[int], stored: Stored) -> torch.Tensor:
@@ -133,7 +145,7 @@ def judge(args: argparse.Namespace) -> Losses:
     passages = windows(args, LEAST_TOKENS)[: args.n]
     judge = Judge(args.model, args.tokenizer)
     ways: dict[str, Stored] = {FP8: Fp8()}
-    ways |= {name: stored_of(config, judge.means) for name, config in configs.items()}
+    ways |= {name: stored_of(config, judge.means, judge.shaping) for name, config in configs.items()}
     found: dict[str, list[tuple[torch.Tensor, torch.Tensor]]] = {name: [] for name in ways}
     for number, passage in enumerate(passages, 1):
         print(f"passage {number} of {len(passages)}", file=sys.stderr)

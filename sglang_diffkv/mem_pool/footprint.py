@@ -45,7 +45,7 @@ class Footprint:
         staging_bytes: int = 0,
         host_bytes: int = 0,
         guests: str = "",
-        rotation_bytes: int = 0,
+        matrix_bytes: int = 0,
         transfer_bytes: int = 0,
     ) -> Footprint:
         """What ``state`` and ``ops`` take, on the device "meta" too, where it is a plan.
@@ -54,8 +54,8 @@ class Footprint:
             kv_slots: tokens that SGLang may hold at once. exact: whether the prefix cache keeps exact prompts.
             queries: of running requests. draft_bytes: that a draft model's keys and values take for each KV slot.
             staging_bytes: that pages pass through to ``host_bytes`` of host memory, for retracted requests and other
-                ``guests``. rotation_bytes: of fitted rotations. transfer_bytes: of host memory for rows on their way
-                between servers.
+                ``guests``. matrix_bytes: of matrices fitted to the model. transfer_bytes: of host memory for rows on
+                their way between servers.
         """
         rows = geometry.num_rows + geometry.num_segments
         counts = (state.entries, state.kept_entry, state.own_entry, state.own_tokens, state.hole, state.write_slot)
@@ -78,7 +78,7 @@ class Footprint:
             "counts of prefix segments": geometry.num_segments * row * (columns - 1) // columns,
             "counts of ended requests": ended,
             f"staging of {guests}": staging_bytes,
-            "fitted rotations": rotation_bytes,
+            "fitted matrices": matrix_bytes,
             "queries of running requests": 0 if queries is None else tensor_bytes(queries),
             **ops.memory(),
         }

@@ -16,9 +16,10 @@ from sglang_diffkv.config import DiffKVConfig, load_config
 from sglang_diffkv.errors import UnsupportedError
 from sglang_diffkv.fitted_rotation import of_rank as rotation_of_rank
 from sglang_diffkv.fitted_rotation import read_rotation
-from sglang_diffkv.kernels.rotate.fitted import FittedRotation
+from sglang_diffkv.kernels.rotate.fitted import FittedTransform
 from sglang_diffkv.key_means import AUTO, of_rank, read_key_means
 from sglang_diffkv.mem_pool.steps import LaunchedStep
+from sglang_diffkv.noise_shaping import NoiseShaping
 from sglang_diffkv.ops import Scaling
 from sglang_diffkv.srt.models.scaling import scaling_of
 from sglang_diffkv.srt.pool import DiffKVPool
@@ -35,11 +36,11 @@ class DiffKVAttnBackend(AttentionBackend):
 
     def __init__(
         self, runner: Any, scalings: Sequence[Scaling] = (), sinks: torch.dtype | None = None, *,
-        own_means: torch.Tensor | None = None,
+        own_means: torch.Tensor | None = None, own_shaping: NoiseShaping | None = None,
     ):  # fmt: skip
         """``scalings``: of the model's layers, for which kernels are made ready; by default the usual one. ``sinks``:
         the type of their attention sinks, None if they have none. ``own_means``: [L, H, head_dim], key means of this
-        rank's heads that the server found itself."""
+        rank's heads that the server found itself. ``own_shaping``: matrices that it fitted for them."""
         super().__init__()
         pool = runner.token_to_kv_pool
         if not isinstance(pool, DiffKVPool) or pool.manager is None:
@@ -54,7 +55,8 @@ class DiffKVAttnBackend(AttentionBackend):
         self.last_layer = pool.layers[-1]
         config = load_config()
         ops = manager.ops
-        form: dict[str, Any] = {"rotation": config.rotation, "fitted": self._fitted(runner, config)}
+        rotation = config.rotation if own_shaping is None else own_shaping.left_of(config.rotation)
+        form: dict[str, Any] = {"rotation": rotation, "fitted": self._fitted(runner, config, own_shaping)}
         running = manager.running
         if running is not None:
             running.scaling = _one_scaling(scalings) or running.scaling
@@ -101,9 +103,12 @@ class DiffKVAttnBackend(AttentionBackend):
         every = (state.num_layers, runner.model_config.get_total_num_kv_heads(), state.fmt.head_dim)
         return of_rank(read_key_means(config.key_means, *every), ranks.rank, ranks.size, state.num_heads)
 
-    def _fitted(self, runner: Any, config: DiffKVConfig) -> FittedRotation:
-        """Rotations of this rank's heads. Raises ConfigError."""
+    def _fitted(self, runner: Any, config: DiffKVConfig, own_shaping: NoiseShaping | None) -> FittedTransform:
+        """What keys and values of this rank's heads are multiplied by. Raises ConfigError."""
         state, ranks, model = self.state, self.manager.ranks, runner.model_config
+        if own_shaping is not None:
+            group = self.manager.q_heads // state.num_heads
+            return own_shaping.transform(state.dtype, state.device, config.rotation, group)
         found: dict[str, torch.Tensor] = {}
         for name, path, dim in (
             ("keys", config.key_rotation, state.fmt.head_dim),
@@ -114,7 +119,7 @@ class DiffKVAttnBackend(AttentionBackend):
                 read = read_rotation(f"{name.removesuffix('s')}_rotation", path, *every)
                 mine = rotation_of_rank(read, ranks.rank, ranks.size, state.num_heads)
                 found[name] = mine.to(state.device, state.dtype)
-        return FittedRotation(**found)
+        return FittedTransform(**found)
 
     def _make_ready(
         self, dtype: torch.dtype, config: DiffKVConfig, scalings: Sequence[Scaling], sinks: torch.dtype | None, *,

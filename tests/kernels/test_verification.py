@@ -11,10 +11,11 @@ import torch
 from sglang_diffkv.attention.draft_trees import TreeLinks, ancestors_of
 from sglang_diffkv.attention.verification import VerifyWrapper
 from sglang_diffkv.attention.wrappers import DecodeWrapper
-from sglang_diffkv.kernels.rotate.fitted import NOT_FITTED, FittedRotation
+from sglang_diffkv.kernels.rotate.fitted import NOT_FITTED, FittedTransform
 from sglang_diffkv.kernels.rotate.reference import NO_ROTATION, Rotation
 from sglang_diffkv.kernels.table import layer_table, max_entries
 from sglang_diffkv.mem_pool.integrity import check_integrity
+from sglang_diffkv.noise_shaping import NoiseShaping
 from sglang_diffkv.ops import ReferenceOps, Scaling
 from sglang_diffkv.ops.triton import TritonOps
 from sglang_diffkv.policies.base import Policy
@@ -159,10 +160,13 @@ def test_what_is_accepted_is_what_decode_steps_store(kind, tiers, policy, rotati
     check_commits(kind, tiers, policy, rotation=rotation, means=means)
 
 
-def test_what_is_stored_behind_fitted_rotations():
+def test_what_is_stored_behind_fitted_matrices():
     drawn_matrices = torch.randn(2, 2, 2, 64, 64, generator=torch.Generator().manual_seed(9))
     keys, values = torch.linalg.qr(drawn_matrices).Q.to(DEVICE, BF16)
-    check_commits("reference", "K8V4 K4V2", diffkv_policy(1.0, 0.0, 6), fitted=FittedRotation(keys, values))
+    check_commits("reference", "K8V4 K4V2", diffkv_policy(1.0, 0.0, 6), fitted=FittedTransform(keys, values))
+    stretched = torch.diag(torch.linspace(0.5, 3, 64)).expand(2, 2, 64, 64)
+    shaped = NoiseShaping(stretched, stretched.flip(2, 3)).transform(BF16, DEVICE, Rotation(True, True))
+    check_commits("reference", "K8V4 K4V2", diffkv_policy(1.0, 0.0, 6), fitted=shaped)
 
 
 def check_committed(plain, drafted, lengths, got, outs, *, raw, exact):

@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 from sglang_diffkv.config import load_config
 from sglang_diffkv.errors import ConfigError
 from sglang_diffkv.fitted_rotation import MOST_BYTES, of_rank, read_rotation
-from sglang_diffkv.kernels.rotate.fitted import NOT_FITTED, FittedRotation, turned
+from sglang_diffkv.kernels.rotate.fitted import NOT_FITTED, FittedTransform, turned
 from sglang_diffkv.kernels.rotate.reference import NO_ROTATION, Rotation, hadamard
 from tests.pages.test_key_means import DIM, HEADS, LAYERS, error, keys_with_much_in_common
 
@@ -22,7 +22,7 @@ def orthogonal(*shape: int, seed: int = 0) -> torch.Tensor:
     return torch.linalg.qr(drawn).Q.contiguous()
 
 
-@pytest.mark.parametrize("shape", [(0, 2, 3, 8), (1, 1, 1, 5), (7, 3, 2, 96), (4, 2, 7, 64)])
+@pytest.mark.parametrize("shape", [(0, 2, 3, 8), (1, 1, 1, 5), (7, 3, 2, 96), (4, 2, 7, 64), (5, 3, 1, 80)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_each_head_is_multiplied_by_its_matrix(shape: tuple[int, int, int, int], dtype: torch.dtype) -> None:
     """Also of a part of a wider tensor, as projections give it. Tokens, KV heads, query heads of each, dimensions."""
@@ -37,9 +37,9 @@ def test_each_head_is_multiplied_by_its_matrix(shape: tuple[int, int, int, int],
         torch.testing.assert_close(out.float(), expected, rtol=1e-2, atol=1e-2 if dtype != torch.float32 else 1e-5)
 
 
-def fitted(keys: bool, values: bool, heads: int) -> FittedRotation:
+def fitted(keys: bool, values: bool, heads: int) -> FittedTransform:
     found = [orthogonal(LAYERS, heads, DIM, DIM, seed=x).bfloat16() for x in (2, 3)]
-    return FittedRotation(found[0] if keys else None, found[1] if values else None)
+    return FittedTransform(found[0] if keys else None, found[1] if values else None)
 
 
 @pytest.mark.parametrize("heads", [1, HEADS])
@@ -68,7 +68,7 @@ def test_one_that_fits_loses_less_than_the_hadamard_matrix() -> None:
     basis = torch.linalg.qr(torch.cat([direction[:, None], torch.randn(DIM, DIM - 1, generator=generator)], 1)).Q
     own = (basis @ hadamard(DIM, basis.device)).expand(LAYERS, 1, DIM, DIM).bfloat16()
     by_hadamard = error("K4V8", None, Rotation(keys=True), key)
-    assert error("K4V8", None, NO_ROTATION, key, fitted=FittedRotation(own)) < 0.5 * by_hadamard
+    assert error("K4V8", None, NO_ROTATION, key, fitted=FittedTransform(own)) < 0.5 * by_hadamard
 
 
 def as_oscar(rotation: torch.Tensor) -> dict[str, object]:

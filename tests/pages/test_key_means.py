@@ -9,7 +9,7 @@ import torch
 from sglang_diffkv.attention.wrappers import DecodeWrapper, ExtendWrapper
 from sglang_diffkv.config import load_config
 from sglang_diffkv.errors import ConfigError
-from sglang_diffkv.kernels.rotate.fitted import NOT_FITTED, FittedRotation
+from sglang_diffkv.kernels.rotate.fitted import NOT_FITTED, FittedTransform
 from sglang_diffkv.kernels.rotate.reference import NO_ROTATION, Rotation
 from sglang_diffkv.key_means import of_rank, read_key_means, write_key_means
 from sglang_diffkv.layout.geometry import Geometry
@@ -42,7 +42,7 @@ def dense(key: torch.Tensor, attention_span: int = 0) -> torch.Tensor:
 
 def error(
     tiers: str, means: torch.Tensor | None, rotation: Rotation, key: torch.Tensor, attention_span: int = 0,
-    fitted: FittedRotation = NOT_FITTED,
+    fitted: FittedTransform = NOT_FITTED,
 ) -> float:  # fmt: skip
     """Of attention over pages, relative."""
     exact = dense(key, attention_span)
@@ -51,7 +51,7 @@ def error(
 
 def outputs(
     tiers: str, means: torch.Tensor | None, rotation: Rotation, key: torch.Tensor, attention_span: int = 0,
-    fitted: FittedRotation = NOT_FITTED,
+    fitted: FittedTransform = NOT_FITTED,
 ) -> torch.Tensor:  # fmt: skip
     """[tokens, Hq, DIM] of a prompt in two chunks and three decode steps, in the second layer, whose reach it is. With
     one the prompt is compacted behind each chunk."""

@@ -161,6 +161,8 @@ def test_a_configuration_is_named_by_all_that_it_says(tmp_path: Path) -> None:
     configs = [CONFIG, DiffKVConfig(page_tokens=16), DiffKVConfig(prefix_fidelity="exact"), DiffKVConfig(rotate="keys")]
     configs += [DiffKVConfig(**{name: str(means)}) for name in ("key_means", "key_rotation", "value_rotation")]
     names = [model_identity.configuration_digest(x) for x in configs]
+    names += [model_identity.configuration_digest(CONFIG, *own) for own in (("a", ""), ("", "a"), ("a", "a"))]
+    names += [model_identity.configuration_digest(DiffKVConfig(noise_shaping="auto"))]
     means.write_bytes(b"two")
     names += [model_identity.configuration_digest(x) for x in configs[-3:]]
     assert len(set(names)) == len(names) and names[0] == model_identity.configuration_digest(DiffKVConfig())

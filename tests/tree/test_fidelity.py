@@ -108,6 +108,7 @@ def test_other_names_of_a_client_are_its_own() -> None:
         ('{"tiers": ["BF16", "K4V2"], "rotate": "keys"}', "without rotate"),
         ('{"tiers": ["BF16", "K4V2"], "key_means": "means.safetensors"}', "without key_means"),
         ('{"tiers": ["BF16", "K4V2"], "value_rotation": "r.pt"}', "without value_rotation"),
+        ('{"tiers": ["BF16", "K4V2"], "noise_shaping": "auto"}', "without noise_shaping"),
     ],
 )
 def test_what_lossless_asks_of_a_server(text: str, obstacle: str) -> None:

@@ -17,7 +17,16 @@ from sglang_diffkv.srt.scheduling import admission, decode_side, prefill_side
 from sglang_diffkv.srt.scheduling.allocator import SERVED, DiffKVAllocator, requests_of, requests_of_tree
 from sglang_diffkv.srt.scheduling.lifecycle import BatchRefused, RequestLifecycle
 from sglang_diffkv.srt.scheduling.refused_requests import refuse_in_decode, tell_refused, undo_prefill
-from sglang_diffkv.srt.startup import build, disaggregation, draft_model, kv_canary, launch, own_choice, own_means
+from sglang_diffkv.srt.startup import (
+    build,
+    disaggregation,
+    draft_model,
+    kv_canary,
+    launch,
+    own_choice,
+    own_means,
+    own_shaping,
+)
 from sglang_diffkv.srt.versions import compat
 from sglang_diffkv.srt.versions import states as compat_states
 from sglang_diffkv.srt.versions.selection import BACKEND, is_selected
@@ -405,6 +414,7 @@ def get_internal_state(original: Any, self: Any, *args: Any, **kwargs: Any) -> A
             "mixed_chunks": requests.mixed.report() if self.is_mixed_chunk else {},
             "choice": own_choice.report(),
             "key_means": own_means.report(),
+            "noise_shaping": own_shaping.report(),
             "transfer": _transfer_report(requests),
             **requests.reports(),
         }

@@ -90,7 +90,7 @@ def lossless_obstacle(config: DiffKVConfig) -> str:
             f"the highest tier of this server is {high}, which rounds: ask for {_tier('high')}, or start the server "
             f'with "tiers": ["BF16", "{high}"]'
         )
-    named = ("key_means", "key_rotation", "value_rotation")
+    named = ("key_means", "key_rotation", "value_rotation", "noise_shaping")
     changes = ["rotate"] * (config.rotate != "none") + [name for name in named if getattr(config, name)]
     if changes:
         return (

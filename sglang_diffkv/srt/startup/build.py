@@ -37,7 +37,7 @@ from sglang_diffkv.srt.models.speculation import (
 )
 from sglang_diffkv.srt.pool import DiffKVPool
 from sglang_diffkv.srt.scheduling.allocator import SERVED, DiffKVAllocator
-from sglang_diffkv.srt.startup import disaggregation, own_choice, own_means, tree_pages
+from sglang_diffkv.srt.startup import disaggregation, own_choice, own_means, own_shaping, tree_pages
 from sglang_diffkv.srt.startup.draft_model import bytes_of_slot
 from sglang_diffkv.srt.startup.kv_canary import register_canary
 from sglang_diffkv.srt.startup.launch import take_choice
@@ -263,7 +263,8 @@ def create_backend(runner: Any) -> DiffKVAttnBackend:
         check_paged_layers(type(runner.model).__name__, found, pool.layers)
     scalings, sinks = layer_scalings(runner.model), sinks_of(runner.model)
     means = own_means.find(runner, scalings, sinks) if load_config().key_means == AUTO else None
-    backend = DiffKVAttnBackend(runner, scalings, sinks, own_means=means)
+    shaping = own_shaping.find(runner, sinks) if load_config().noise_shaping is not None else None
+    backend = DiffKVAttnBackend(runner, scalings, sinks, own_means=means, own_shaping=shaping)
     budget = _budget[0] if _budget is not None and _budget[1] == pool.size else None
     logger.info("%s", pool.footprint(exact=exact).describe(budget))
     return backend

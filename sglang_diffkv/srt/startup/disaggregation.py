@@ -17,7 +17,7 @@ from sglang_diffkv.plan import MemoryPlan
 from sglang_diffkv.releases import RELEASES
 from sglang_diffkv.srt.models.speculation import algorithm_of
 from sglang_diffkv.srt.scheduling.allocator import requests_of
-from sglang_diffkv.srt.startup import host_options, own_means
+from sglang_diffkv.srt.startup import host_options, own_means, own_shaping
 from sglang_diffkv.srt.startup.host_memory import free_host_memory
 from sglang_diffkv.srt.startup.model_identity import model_digest, row_facts
 from sglang_diffkv.srt.versions import compat, disaggregation
@@ -124,7 +124,7 @@ def init_kv_manager(original: Any, self: Any) -> Any:
     if requests is None or transfer is None:
         return original(self)
     scheduler, config = self.scheduler, load_config()
-    facts = row_facts(config, own_means.digest())
+    facts = row_facts(config, own_means.digest(), own_shaping.digest())
     manager, runner = requests.manager, scheduler.tp_worker.model_runner
     model = model_digest(scheduler.server_args, scheduler.model_config)
     origin = Origin.of(manager.geometry, manager.state.dtype, model, str(facts["digest"]))

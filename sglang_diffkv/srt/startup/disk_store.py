@@ -17,7 +17,7 @@ from sglang_diffkv.mem_pool.host_pages import GIB
 from sglang_diffkv.mem_pool.object_folder import ObjectFolder, prepare
 from sglang_diffkv.mem_pool.object_values import ObjectValues
 from sglang_diffkv.srt.models.speculation import NGRAM, drafts_by_model
-from sglang_diffkv.srt.startup import host_options, own_means, storage_backend
+from sglang_diffkv.srt.startup import host_options, own_means, own_shaping, storage_backend
 from sglang_diffkv.srt.startup.model_identity import configuration_digest, model_digest
 from sglang_diffkv.srt.startup.storage_backend import NAMES
 from sglang_diffkv.srt.tree.disk_tier import Prefetch
@@ -211,4 +211,5 @@ def opened(args: Any, model: Any, config: DiffKVConfig) -> Store | None:
         )  # fmt: skip
     else:
         logger.info("DiffKV: prefixes in host memory are %s.", describe(args))
-    return Store(objects, model_digest(args, model), configuration_digest(config, own_means.digest()), asked.prefetch)
+    own = configuration_digest(config, own_means.digest(), own_shaping.digest())
+    return Store(objects, model_digest(args, model), own, asked.prefetch)

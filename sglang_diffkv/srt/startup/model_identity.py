@@ -48,15 +48,15 @@ PATHS = (
 BLOB = re.compile("[0-9a-f]{64}")
 
 
-def configuration_digest(config: DiffKVConfig, own_means: str = "") -> str:
-    """Of the plugin's configuration, the files that it names, and both programs. ``own_means``: a name of the key means
-    that the server found itself."""
+def configuration_digest(config: DiffKVConfig, own_means: str = "", own_shaping: str = "") -> str:
+    """Of the plugin's configuration, the files that it names, and both programs. ``own_means``, ``own_shaping``: names
+    of the key means and of the matrices that the server found itself."""
     import sglang
 
     means = None if config.key_means == AUTO else config.key_means
     paths = (means, config.key_rotation, config.value_rotation)
     files = [hashlib.blake2b(Path(path).read_bytes() if path is not None else b"").hexdigest() for path in paths]
-    return _digest([__version__, sglang.__version__, config.whole(), own_means, *files])
+    return _digest([__version__, sglang.__version__, config.whole(), own_means, own_shaping, *files])
 
 
 LOCAL = (
@@ -65,13 +65,14 @@ LOCAL = (
 """Fields of the plugin's configuration that change nothing in a row once its prompt has ended."""
 
 
-def row_facts(config: DiffKVConfig, own_means: str = "") -> dict[str, Any]:
+def row_facts(config: DiffKVConfig, own_means: str = "", own_shaping: str = "") -> dict[str, Any]:
     """What two servers must have in common to go on with each other's rows, beside the model and the shape of pages:
     programs, and fields of the configuration. ``digest``: of all that, and of the files that it names."""
     import sglang
 
     found = {name: value for name, value in config.whole().items() if name not in LOCAL}
-    found = {"sglang_diffkv": __version__, "sglang": sglang.__version__, "own_means": own_means, **found}
+    own = {"own_means": own_means, "own_shaping": own_shaping}
+    found = {"sglang_diffkv": __version__, "sglang": sglang.__version__, **own, **found}
     paths = ("key_means", "key_rotation", "value_rotation")
     named = [found[name] for name in paths if found.get(name) not in (None, AUTO)]
     files = [hashlib.blake2b(Path(path).read_bytes()).hexdigest() for path in named]

@@ -102,11 +102,17 @@ def obstacle(runner: Any, scalings: Sequence[Scaling], sinks: torch.dtype | None
         return "layers have a logit cap, under which attention would not stay the same"
     if sinks is not None:
         return "layers have attention sinks, whose logits do not move with those of keys"
+    why = unread(runner, sinks)
+    return f"{why}; {MEASURE}" if "LoRA" in why or "states" in why else why
+
+
+def unread(runner: Any, sinks: torch.dtype | None) -> str:
+    """Why this model cannot be read at the start of a server; empty if it can."""
+    if sinks is not None:
+        return "layers have attention sinks, with which no text is read at the start"
     if has_states(runner.req_to_token_pool):
-        return f"layers have states, which only requests have; {MEASURE}"
-    view = compat.resolved(runner.server_args)
-    why = unreadable(view)
-    return f"{why}; {MEASURE}" if "LoRA" in why else why
+        return "layers have states, which only requests have"
+    return unreadable(compat.resolved(runner.server_args))
 
 
 def random_weights(view: Any) -> bool:
@@ -162,7 +168,7 @@ def _kept_or_measured(runner: Any, ids: list[int]) -> Found:
     manager = runner.token_to_kv_pool.manager
     state, ranks = manager.state, manager.ranks
     shape = (state.num_layers, state.num_heads, state.fmt.head_dim)
-    file, why = _file(runner, ids, ranks.rank, ranks.size)
+    file, why = kept_in("key-means", runner, ids, ranks.rank, ranks.size)
     means = None if file is None else _kept(file, shape)
     if not ranks.largest(np.array([means is None], dtype=np.int64))[0]:
         return Found(means, f"of {named(file)}", {"tokens": len(ids) - SINKS, "file": str(file)})
@@ -201,8 +207,8 @@ def cache_folder() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "sglang_diffkv"
 
 
-def _file(runner: Any, ids: list[int], rank: int, size: int) -> tuple[Path | None, str]:
-    """The file of this rank's means, and why there is none."""
+def kept_in(kind: str, runner: Any, ids: list[int], rank: int, size: int) -> tuple[Path | None, str]:
+    """The file that keeps what a rank has found of this ``kind``, and why there is none."""
     why, model = known_digest(runner.server_args, runner.model_config)
     if model is None:
         return None, why
@@ -212,7 +218,7 @@ def _file(runner: Any, ids: list[int], rank: int, size: int) -> tuple[Path | Non
         return None, f"the folder for it (set {CACHE_ENV}) cannot be used: {error}"
     given = [FORMAT, model, str(runner.dtype), SINKS, rank, size, ids]
     name = hashlib.blake2b(canonical(given), digest_size=16).hexdigest()
-    return folder / f"key-means-{name}.safetensors", ""
+    return folder / f"{kind}-{name}.safetensors", ""
 
 
 def _kept(file: Path, shape: tuple[int, int, int]) -> torch.Tensor | None:

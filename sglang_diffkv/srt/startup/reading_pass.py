@@ -15,15 +15,18 @@ from sglang_diffkv.ladder import parts_of
 from sglang_diffkv.srt.models.scaling import scaling_of
 from sglang_diffkv.srt.pool import DiffKVPool
 
-Seen = Callable[[int, torch.Tensor], None]
-"""Told of each layer's id and of its keys [N, H, D], as attention gets them: normalised and rotated by position."""
+Seen = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor, float, Sight], None]
+"""Told of each layer's id, of its queries [N, Hq, D], keys [N, H, D] and values [N, H, Dv], as attention gets them:
+normalised and rotated by position, and of its scale and sight."""
+SeenKeys = Callable[[int, torch.Tensor], None]
+"""Told of each layer's id and of its keys, likewise."""
 
 
 class ReadingBackend(AttentionBackend):
     """Stands where SGLang's layers look for the attention backend. A pass is one whole sequence.
 
     Args:
-        runner: SGLang's model runner; pools are there or not. seen: told of each layer's keys.
+        runner: SGLang's model runner; pools are there or not. seen: told of each layer's vectors.
     """
 
     def __init__(self, runner: Any, seen: Seen):
@@ -44,12 +47,13 @@ class ReadingBackend(AttentionBackend):
         if given := sorted(x for x, value in more.items() if value is not None and value is not False):
             raise NotImplementedError(f"diffkv does not read texts with {', '.join(given)} of layers")
         key = k.view(-1, layer.tp_k_head_num, layer.qk_head_dim)
-        self.seen(layer.layer_id, key)
-        query = q.view(-1, layer.tp_q_head_num, layer.qk_head_dim).transpose(0, 1)[None]  # [1, Hq, N, D]
-        value = v.view(-1, layer.tp_v_head_num, layer.v_head_dim).transpose(0, 1)[None]
+        query = q.view(-1, layer.tp_q_head_num, layer.qk_head_dim)
+        value = v.view(-1, layer.tp_v_head_num, layer.v_head_dim)
         scaling, window = scaling_of(layer), getattr(layer, "sliding_window_size", None)
         sight = Sight(None if window is None or window < 0 else window + 1, scaling.cap or None)
-        out = self.attended(layer, query, key.transpose(0, 1)[None], value, scaling.scale, sight)
+        self.seen(layer.layer_id, query, key, value, scaling.scale, sight)
+        q, k, v = (x.transpose(0, 1)[None] for x in (query, key, value))  # [1, heads, N, D]
+        out = self.attended(layer, q, k, v, scaling.scale, sight)
         return out.reshape(key.shape[0], -1)
 
     def attended(
@@ -68,7 +72,7 @@ class JudgingBackend(ReadingBackend):
     """
 
     def __init__(self, runner: Any, stored: Stored, layers: Sequence[int], tokens: int):
-        super().__init__(runner, lambda layer, keys: None)
+        super().__init__(runner, lambda *told: None)
         self.stored, self.span = stored, Span(*parts_of(tokens))
         self.places = {layer: place for place, layer in enumerate(layers)}
 
@@ -87,9 +91,15 @@ def without_pages(runner: Any) -> DiffKVPool:
 
 
 @torch.no_grad()
-def read(runner: Any, ids: Sequence[int], seen: Seen) -> None:
+def read(runner: Any, ids: Sequence[int], seen: SeenKeys) -> None:
     """One pass of SGLang's loaded model over a sequence. All tensor-parallel ranks have to call it, with the same one.
     What it took on a GPU goes back to the device."""
+    read_vectors(runner, ids, lambda layer, query, key, *others: seen(layer, key))
+
+
+@torch.no_grad()
+def read_vectors(runner: Any, ids: Sequence[int], seen: Seen) -> None:
+    """As ``read``, with queries and values."""
     _pass(runner, ids, ReadingBackend(runner, seen), [len(ids)])
     _give_back(runner)
 

@@ -1,0 +1,147 @@
+"""Matrices that a server fits to its model itself: when, of what, where they are kept, and what it says if there are
+none. Texts, folders and ranks are as of key means (``test_own_means.py``)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from sglang_diffkv.attention.whole import Sight
+from sglang_diffkv.config import CACHE_ENV
+from sglang_diffkv.key_means import SINKS
+from sglang_diffkv.layout.ranks import Ranks
+from sglang_diffkv.noise_shaping import read_noise_shaping
+from sglang_diffkv.srt.startup import own_shaping
+from sglang_diffkv.srt.startup.reading_pass import Seen
+from sglang_diffkv.srt.versions import compat
+from tests.servers.test_own_means import DIM, HEADS, LAYERS, runner
+
+GROUP, VALUE_DIM = 2, 16
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv(CACHE_ENV, str(tmp_path / "cache"))
+    monkeypatch.setattr(own_shaping, "_found", None)
+    monkeypatch.setattr(own_shaping, "_fresh", None)
+    monkeypatch.setattr(compat, "resolved", lambda args: args)
+    return tmp_path / "cache"
+
+
+def server(ranks: Ranks | None = None, **args: Any) -> Any:
+    found = runner(ranks, **args)
+    found.model = object()
+    found.token_to_kv_pool.manager.state.fmt = SimpleNamespace(head_dim=DIM, v_head_dim=VALUE_DIM)
+    return found
+
+
+def layers(tokens: int, seen: Seen, *, keys: float = 1.0) -> None:
+    """What a model of random queries, keys and values tells."""
+    generator = torch.Generator().manual_seed(3)
+    for layer in range(LAYERS):
+        q = torch.randn(tokens, HEADS * GROUP, DIM, generator=generator) * torch.linspace(1, 4, DIM)
+        key, value = (torch.randn(tokens, HEADS, dim, generator=generator) for dim in (DIM, VALUE_DIM))
+        seen(layer, q, key * keys, value, 0.1, Sight())
+
+
+@pytest.fixture
+def passes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The tokens of each pass that was run."""
+    found: list[int] = []
+
+    def read(_: Any, ids: list[int], seen: Seen) -> None:
+        found.append(len(ids))
+        layers(len(ids), seen)
+
+    monkeypatch.setattr(own_shaping, "read_vectors", read)
+    products = {x: torch.eye(VALUE_DIM).double().expand(HEADS, -1, -1) for x in range(LAYERS)}
+    monkeypatch.setattr(own_shaping, "products_behind_attention", lambda model, dtype: products)
+    return found
+
+
+def test_the_first_start_fits_and_later_ones_read(
+    passes: list[int], folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    shaping = own_shaping.find(server(), None)
+    assert shaping is not None and shaping.values is not None and passes == [512]
+    sizes = shaping.keys.diagonal(dim1=2, dim2=3)
+    assert (sizes[..., -1] > 1.5 * sizes[..., 0]).all(), "queries look most at the last element"
+    (file,) = folder.iterdir()
+    assert file.stat().st_mode & 0o777 == 0o600 and folder.stat().st_mode & 0o777 == 0o700
+    first, name = own_shaping.report(), own_shaping.digest()
+    assert first["found"] and first["values"] and first["tokens"] == 512 - SINKS and first["file"] == str(file) and name
+    assert "fitted in" in caplog.text and str(file) in caplog.text
+    again = own_shaping.find(server(), None)
+    assert again is not None and torch.equal(again.keys, shaping.keys) and len(passes) == 1
+    assert own_shaping.digest() == name and "seconds" not in own_shaping.report()
+    file.write_bytes(file.read_bytes()[:-8])
+    again = own_shaping.find(server(), None)
+    assert again is not None and torch.equal(again.keys, shaping.keys) and len(passes) == 2
+    assert (
+        "fitted again" in caplog.text
+        and read_noise_shaping(str(file), LAYERS, HEADS, DIM, VALUE_DIM).values is not None
+    )
+    own_shaping.find(server(Ranks(2, 1)), None)
+    assert len(passes) == 3 and len(list(folder.iterdir())) == 2, "another rank's are others"
+
+
+def test_what_a_choice_has_read_is_not_read_again(passes: list[int], folder: Path) -> None:
+    shaping = own_shaping.find(server(), None)
+    assert shaping is not None
+    for file in folder.iterdir():
+        file.unlink()
+    ids = own_shaping.own_means.text_ids(server().server_args, server().model_config)[1]
+    own_shaping.hand_over(ids, shaping)
+    assert own_shaping.find(server(), None) is shaping and len(passes) == 1
+    assert "as the model chose" in own_shaping.report()["how"] and len(list(folder.iterdir())) == 1
+    assert own_shaping.find(server(chunked_prefill_size=256), None) is not shaping, "of other tokens"
+
+
+def test_values_are_left_where_the_weights_behind_attention_are_not_found(
+    passes: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(own_shaping, "products_behind_attention", lambda model, dtype: {})
+    shaping = own_shaping.find(server(), None)
+    assert shaping is not None and shaping.values is None and own_shaping.report()["values"] is False
+    assert "for keys alone" in own_shaping.report()["how"]
+
+
+@pytest.mark.parametrize(
+    ("args", "sinks", "why"),
+    [
+        ({"load_format": "dummy"}, None, "random weights"),
+        ({}, torch.bfloat16, "attention sinks"),
+        ({"enable_lora": True}, None, "with LoRA"),
+        ({"skip_tokenizer_init": True}, None, "no tokenizer"),
+    ],
+)
+def test_without_them_a_server_says_why(
+    args: dict[str, Any], sinks: torch.dtype | None, why: str, passes: list[int], caplog: pytest.LogCaptureFixture
+) -> None:
+    assert own_shaping.find(server(**args), sinks) is None and not passes and own_shaping.digest() == ""
+    assert why in caplog.text and '"noise_shaping": "auto" has no effect' in caplog.text
+    assert not own_shaping.report()["found"] and why in own_shaping.report()["how"]
+
+
+@pytest.mark.parametrize("keys", [float("inf"), float("nan")])
+def test_keys_that_no_model_has_give_none(
+    keys: float, passes: list[int], folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(own_shaping, "read_vectors", lambda _, ids, seen: layers(len(ids), seen, keys=keys))
+    assert own_shaping.find(server(), None) is None and not own_shaping.report()["found"]
+    assert "the matrices hold numbers that are not finite" in caplog.text and not list(folder.glob("*.safetensors"))
+
+
+def test_a_device_without_memory_to_read_gives_none(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def read(*_: Any) -> None:
+        raise torch.OutOfMemoryError("full")
+
+    monkeypatch.setattr(own_shaping, "read_vectors", read)
+    assert own_shaping.find(server(), None) is None and "too little memory" in caplog.text
