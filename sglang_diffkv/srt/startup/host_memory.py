@@ -147,6 +147,13 @@ def host_tier(configurator: Any) -> HostTierPlan | None:
         raise UnsupportedError(f"--attention-backend diffkv: {unseen[0]}")
     replicas = (getattr(view, "dp_size", 1) or 1) * _ranks_here(view)
     free, size = free_host_memory() // replicas, int(max(getattr(view, "hicache_size", 0), 0) * GB)
+    lent = disk_store.bytes_lent(args) // _ranks_here(view)
+    if lent > free:
+        raise UnsupportedError(
+            f"diffkv: the store's global_segment_size takes {lent / GIB:.1f} GiB of host memory for each rank, and "
+            f"{free / GIB:.1f} GiB are free: give the store less"
+        )
+    free -= lent
     if size > free:
         each = f" for each of {replicas} ranks and replicas" if replicas > 1 else ""
         raise UnsupportedError(
