@@ -25,7 +25,7 @@ from sglang.srt.mem_cache.base_prefix_cache import InsertParams, MatchPrefixPara
 
 from sglang_diffkv.config import UNTRIED_ENV, DiffKVConfig
 from sglang_diffkv.mem_pool.saved_rows import Needed, SavedRow, SavedRows
-from sglang_diffkv.srt.models.speculation import drafts_of
+from sglang_diffkv.srt.models.speculation import algorithm_of, drafts_by_model
 from sglang_diffkv.srt.tree.old_weights import OldWeights
 from sglang_diffkv.srt.tree.parts import Restoring
 from sglang_diffkv.srt.tree.prefix_cache import DiffKVPrefixCache
@@ -49,8 +49,10 @@ def why_recomputed(configurator: Any, config: DiffKVConfig) -> str:
         return f"with several ranks they were not seen to come back on a GPU; {UNTRIED_ENV}=1 lets you try"
     if configurator.mambaish_config is not None:
         return "states of layers that do not attend are not kept with them"
-    if drafts_of(args):
-        return "with drafts the host does not know how much of them is stored"
+    if drafts_by_model(args):
+        return "what a draft model stores is not kept with them"
+    if algorithm_of(args) and compat.untried_on_a_gpu(getattr(args, "device", None), "", ""):
+        return f"with drafts they were not seen to come back on a GPU; {UNTRIED_ENV}=1 lets you try"
     if getattr(args, "strip_thinking_cache", False):
         return "--strip-thinking-cache keeps what they have generated out of the prefix cache"
     if getattr(args, "kv_canary", "none") != "none":
@@ -151,6 +153,8 @@ class Retracted(Restoring):
         if row is None or known <= 0 or self.old_weights.left or not compat.findable(req):
             return
         rows = self.manager.rows
+        if self.manager.drafts:  # of its last verifications the results are out
+            self.manager.know_committed(row, compat.committed_len(req))
         if row not in rows or rows.in_prompt(row) or rows.length(row) < known or row in self.manager.counts.faulted:
             return
         self.forget(req)
