@@ -25,7 +25,7 @@ WORDS = {
     "docs/capacity.md": 300,
     "docs/choose.md": 860,
     "docs/configuration.md": 2480,
-    "docs/operate.md": 2790,
+    "docs/operate.md": 2760,
     "docs/flags.md": 1500,
     "docs/methods.md": 1720,
     "docs/limits.md": 1185,
