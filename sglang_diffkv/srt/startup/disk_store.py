@@ -231,4 +231,9 @@ def opened(args: Any, model: Any, config: DiffKVConfig) -> Store | None:
         )  # fmt: skip
     else:
         logger.info("DiffKV: prefixes in host memory are %s.", describe(args))
+    if store == MOONCAKE:
+        logger.warning(
+            "DiffKV: Mooncake's client listens on all interfaces of this host. Who reaches it may change replies: keep "
+            "it behind a firewall."
+        )
     return Store(objects, model_digest(args, model), configuration_digest(config, own_means.digest()), asked.prefetch)
