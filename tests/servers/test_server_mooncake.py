@@ -18,8 +18,8 @@ NEW_NETWORK = ["unshare", "--net", *(["--map-root-user"] if os.getuid() else [])
 
 
 @pytest.fixture
-def environment(missing: Callable[[str], None]) -> dict[str, str]:
-    """In which the package can be imported, and a network of its own can be had."""
+def mooncake(missing: Callable[[str], None]) -> tuple[Path, dict[str, str]]:
+    """Where the package is, and an environment in which it can be imported. A network of its own can be had."""
     paths = os.pathsep.join([str(FOLDER), *os.environ.get("PYTHONPATH", "").split(os.pathsep)])
     env = {**os.environ, "PYTHONPATH": paths}
     asked = "import mooncake.store, mooncake; print(mooncake.__path__[0])"
@@ -29,11 +29,12 @@ def environment(missing: Callable[[str], None]) -> dict[str, str]:
     refused = subprocess.run([*NEW_NETWORK, "true"], capture_output=True, text=True)
     if refused.returncode:
         missing(f"no network of its own: {refused.stderr.strip()}")
-    return {**env, "MOONCAKE_PACKAGE": found.stdout.strip()}
+    return Path(found.stdout.strip()), env
 
 
-def test_servers_find_each_other_s_prefixes(environment: dict[str, str]) -> None:
+def test_servers_find_each_other_s_prefixes(mooncake: tuple[Path, dict[str, str]]) -> None:
     """Also after a restart; one that is damaged is computed, and so are all while the store hangs or is gone."""
-    command = [*NEW_NETWORK, sys.executable, "-m", "tests.servers.mooncake_servers", environment["MOONCAKE_PACKAGE"]]
-    served = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=500)
+    package, env = mooncake
+    command = [sys.executable, "-m", "tests.servers.mooncake_servers", str(package / "mooncake_master")]
+    served = subprocess.run([*NEW_NETWORK, *command], env=env, capture_output=True, text=True, timeout=500)
     assert served.stdout.splitlines()[-1:] == ["served"], served.stdout + served.stderr
