@@ -73,16 +73,21 @@ $(STAMP): $(SOURCES)
 	$(call pip_install,--no-deps --no-build-isolation --editable .)
 	@touch $@
 
-PROGRAMS := chromium chromium-driver prometheus docker-compose
+PROGRAMS := chromium chromium-driver prometheus docker-compose libibverbs1
 
 # On Debian and as root. Tests are skipped without them, and fail with PYTEST_ARGS=--need-programs.
-programs: ## install the browser, the Prometheus and the docker-compose that some tests run (Debian; as root)
+programs: $(VENV)/mooncake/.installed ## install the browser, the Prometheus, the docker-compose and the Mooncake that some tests run (Debian; as root)
 	@for name in chromedriver chromium prometheus promtool docker-compose; do command -v $$name >/dev/null || missing=1; done; \
+		ldconfig -p | grep -q libibverbs.so.1 || missing=1; \
 		[ -z "$$missing" ] || for attempt in 1 2 3; do \
 			apt-get update -qq && DEBIAN_FRONTEND=noninteractive \
 				apt-get install -qq -y --no-install-recommends $(PROGRAMS) >/dev/null && exit 0; \
 			[ $$attempt = 3 ] && exit 1; sleep $$((5 * attempt)); \
 		done
+
+$(VENV)/mooncake/.installed: requirements/mooncake.txt | $(STAMP)
+	$(call pip_install,--no-deps --upgrade --target $(@D) -r requirements/mooncake.txt)
+	@touch $@
 
 demo: venv ## start a server on the CPU, ask it questions, show the answers and the compressed bytes
 	$(CPU_ENV) $(BIN)/python examples/demo.py

@@ -120,9 +120,9 @@ class DiffKVConfig(Strict):
         share_min_tokens: a running request's prompt joins the prefix cache at once if it has at least this many tokens
             of its own. It joins up to its window where so many are left before that. The rest, or a shorter prompt,
             joins when the request ends.
-        host_gib: host memory, in GiB, for what retracted requests hold, so that they go on later instead of being
-            computed again. The default is a quarter of the KV pool's bytes, at least 256 MiB and at most 4 GiB. 0:
-            none.
+        host_gib: host memory of each rank, in GiB, for what retracted requests hold, so that they go on later instead
+            of being computed again. The default is a quarter of the KV pool's bytes, at least 256 MiB and at most 4
+            GiB. 0: none.
         thresholds: ``calibrated`` takes tiers, policy and rotation from the calibration file of the model. The path of
             a calibration file (``.json``) takes them from that one. ``published`` takes those that were published for
             the model and not measured with this package. ``auto`` lets the model choose among a few once it is loaded,

@@ -15,7 +15,7 @@ import tempfile
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import pytest
 import torch
@@ -53,8 +53,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--need-programs",
         action="store_true",
-        help="a test whose program (a browser, Prometheus, docker-compose: make programs) is missing fails, and is not "
-        "skipped",
+        help="a test whose program (a browser, Prometheus, docker-compose, Mooncake: make programs) is missing fails, "
+        "and is not skipped",
     )
 
 
@@ -152,16 +152,23 @@ def pytest_collection_modifyitems(items: Sequence[pytest.Item]) -> None:
 
 
 @pytest.fixture(scope="session")
-def program(request: pytest.FixtureRequest) -> Callable[[str], str]:
+def missing(request: pytest.FixtureRequest) -> Callable[[str], NoReturn]:
+    """Skips a test for want of what it is called with, or fails it if that is asked."""
+
+    def end(what: str) -> NoReturn:
+        if request.config.getoption("--need-programs"):
+            pytest.fail(what)
+        pytest.skip(what)
+
+    return end
+
+
+@pytest.fixture(scope="session")
+def program(missing: Callable[[str], NoReturn]) -> Callable[[str], str]:
     """The path of a program that is no Python package. Without it the test is skipped, or fails if that is asked."""
 
     def found(name: str) -> str:
-        if path := shutil.which(name):
-            return path
-        missing = f"{name} is not installed (make programs)"
-        if request.config.getoption("--need-programs"):
-            pytest.fail(missing)
-        pytest.skip(missing)
+        return shutil.which(name) or missing(f"{name} is not installed (make programs)")
 
     return found
 

@@ -7,8 +7,8 @@ Such a store may keep the first value of a key, lose some, return others, or ans
 - what finds it is an *entry* of fixed size, written last. A key has ``SLOTS`` places for entries, of which a writer
   takes the first that is free, and looks whether it has got it;
 - entries and objects have checksums. What is wrong or gone is passed over from then on, and can be written again in
-  another place;
-- a store that answers nobody for ``HANGING_SECONDS`` is not asked until it does.
+  another place. A store that can forget a value is asked to forget its entry;
+- a store that answers nobody for ``HANGING_SECONDS`` is not asked until it does, nor for as long behind that.
 
 The store bounds itself. Who may write to it may change replies.
 """
@@ -16,19 +16,22 @@ The store bounds itself. Who may write to it may change replies.
 from __future__ import annotations
 
 import io
+import itertools
 import secrets
 import struct
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from typing import Any, BinaryIO, Protocol, cast
+from typing import Any, BinaryIO, Protocol, TypeVar, cast
 
 import xxhash
 
 from sglang_diffkv.mem_pool.segment_object import ObjectRefused
+
+T = TypeVar("T")
 
 BLOCK_BYTES = 1 << 20
 """Of an object, so many bytes are a value; the last ones fewer."""
@@ -53,16 +56,26 @@ ENTRY_BYTES = 128
 
 
 class Values(Protocol):
-    """A store of values under keys. Any thread may call it; what goes wrong may raise anything."""
+    """A store of values under keys. Any thread may call it; what goes wrong may raise anything.
 
-    def put(self, key: str, value: memoryview) -> bool:
-        """Whether the store has a value of the key now, this one or another."""
+    Attributes:
+        at_once: keys that one call is given at most. forgets: whether ``forget`` does anything.
+    """
 
-    def fetch(self, key: str, target: memoryview) -> bool:
-        """Whether ``target`` has the value of the key now, of as many bytes, as far as the store says."""
+    at_once: int
+    forgets: bool
 
-    def has(self, key: str) -> bool:
-        """Whether the store has a value of the key, as far as it says."""
+    def put(self, keys: Sequence[str], values: Sequence[memoryview]) -> list[bool]:
+        """For each key whether the store has a value of it now, this one or another."""
+
+    def fetch(self, keys: Sequence[str], targets: Sequence[memoryview]) -> list[bool]:
+        """For each key whether its target has its value now, of as many bytes, as far as the store says."""
+
+    def has(self, keys: Sequence[str]) -> list[bool]:
+        """For each key whether the store has a value of it, as far as it says."""
+
+    def forget(self, key: str) -> None:
+        """Have no value of a key any more, if the store can."""
 
 
 class StoreHangs(OSError):
@@ -105,9 +118,10 @@ class ObjectValues:
     def __init__(self, values: Values):
         self._values, self._lock = values, threading.Lock()
         self._written = 0
-        self._known: OrderedDict[str, int] = OrderedDict()  # blocks' name -> bytes of the object
+        self._known: OrderedDict[str, tuple[str, Entry]] = OrderedDict()  # blocks' name -> place, entry
         self._refused: OrderedDict[str, None] = OrderedDict()
         self._calls: dict[int, float] = {}  # thread -> since when it waits for an answer
+        self._answered = -HANGING_SECONDS  # when a call ended that had waited for too long
 
     @property
     def held(self) -> int:
@@ -116,83 +130,107 @@ class ObjectValues:
 
     @property
     def hangs(self) -> bool:
-        """Whether the store has left a call without an answer for too long."""
+        """Whether the store leaves a call without an answer for too long, or did so just now."""
+        now = time.monotonic()
         with self._lock:
-            return any(time.monotonic() - since > HANGING_SECONDS for since in self._calls.values())
+            late = any(now - since > HANGING_SECONDS for since in self._calls.values())
+            return late or now - self._answered < HANGING_SECONDS
 
     # Reading
 
     def names(self, key: str) -> list[str]:
         """Of the objects under a key: what the names of their blocks begin with."""
-        found = [entry for _, entry in self._entries(key) if entry is not None and entry.blocks not in self._refused]
+        found = [
+            (place, entry)
+            for place, entry in self._entries(key)
+            if entry is not None and entry.blocks not in self._refused
+        ]
         with self._lock:
-            for entry in found:
-                _remember(self._known, entry.blocks, entry.size)
-        return [entry.blocks for entry in found]
+            for place, entry in found:
+                _remember(self._known, entry.blocks, (place, entry))
+        return [entry.blocks for _, entry in found]
 
     def open(self, key: str, name: str) -> tuple[BinaryIO, int]:
         """An object whose bytes can be read, and how many they are."""
         with self._lock:
-            size = self._known.get(name)
-        if size is None:
+            known = self._known.get(name)
+        if known is None:
             raise FileNotFoundError(f"{name} was not found before")
-        return cast(BinaryIO, BlockReader(lambda index, target: self._fetch(_block(name, index), target), size)), size
+        size = known[1].size
+        reader = BlockReader(lambda first, into: self._blocks(name, first, into), size, self._values.at_once)
+        return cast(BinaryIO, reader), size
 
     def used(self, key: str, name: str) -> None:
         """An object was of use just now, which the store has seen."""
 
     def remove(self, key: str, name: str) -> None:
-        """It is damaged: it is not found here any more."""
+        """It is damaged: it is not found here any more, and by nobody else if the store can forget its entry."""
         with self._lock:
             _remember(self._refused, name, None)
+            place, entry = self._known.pop(name, ("", None))
+        if entry is not None and self._values.forgets:
+            with suppress(Exception):  # it stays in its place then
+                if self._entry(place) == entry:
+                    self._forget(place)
 
     # Writing
 
     def has(self, key: str, name: str) -> bool:
         """Whether an object is there, as far as the store says of its first and last block."""
-        for _, entry in self._entries(key):
+        for place, entry in self._entries(key):
             if entry is not None and entry.name == name and entry.blocks not in self._refused:
-                ends = {0, (entry.size - 1) // BLOCK_BYTES}
-                if all(self._has(_block(entry.blocks, index)) for index in ends):
+                ends = sorted({0, (entry.size - 1) // BLOCK_BYTES})
+                if all(self._has([_block(entry.blocks, index) for index in ends])):
                     return True
+                with self._lock:
+                    _remember(self._known, entry.blocks, (place, entry))
                 self.remove(key, entry.blocks)
         return False
 
     def write(self, key: str, name: str, pieces: Iterable[bytes | memoryview], size: int) -> bool:
         """Write an object of ``size`` bytes. False if all places of its key are taken. Raises OSError, and whatever
         ``pieces`` or the store raises."""
-        free = [slot for slot, entry in self._entries(key, every=True) if entry is None]
-        entry = Entry(size, name, secrets.token_hex(16))
+        free = [place for place, entry in self._entries(key, every=True) if entry is None]
+        entry, first = Entry(size, name, secrets.token_hex(16)), 0
         if not free:
             return False
-        for index, block in enumerate(_blocks(pieces)):
-            if not self._put(_block(entry.blocks, index), block):
-                raise OSError(5, "the store takes no value")
-        for slot in free:
-            place = _place(key, slot)
-            if self._has(place):
+        for blocks in _some(_blocks(pieces), self._values.at_once):
+            self._put([_block(entry.blocks, first + index) for index in range(len(blocks))], blocks)
+            first += len(blocks)
+        for place in free:
+            if all(self._has([place])):
                 continue  # damaged, or somebody else's by now
-            if not self._put(place, memoryview(bytearray(entry.encode()))):
-                raise OSError(5, "the store takes no value")
+            self._put([place], [memoryview(bytearray(entry.encode()))])
             if self._entry(place) == entry:
                 self._written += size
                 return True
         return False
 
-    def _entries(self, key: str, *, every: bool = False) -> Iterator[tuple[int, Entry | None]]:
+    def _entries(self, key: str, *, every: bool = False) -> Iterator[tuple[str, Entry | None]]:
         """The places of a key, and what is there; ``every``: to the last one."""
-        gaps = 0
-        for slot in range(SLOTS):
-            place = _place(key, slot)
-            there = self._has(place)
-            gaps = 0 if there else gaps + 1
-            yield slot, self._entry(place) if there else None
-            if gaps == MOST_GAPS and not every:
-                return
+        gaps, places = 0, [_place(key, slot) for slot in range(SLOTS)]
+        for some in _some(places, self._values.at_once):
+            found = dict(zip(some, self._has(some), strict=True))
+            entries = self._entries_at([place for place, there in found.items() if there])
+            for place, there in found.items():
+                gaps = 0 if there else gaps + 1
+                yield place, entries.get(place)
+                if gaps == MOST_GAPS and not every:
+                    return
 
     def _entry(self, place: str) -> Entry | None:
-        data = bytearray(ENTRY_BYTES)
-        return Entry.decode(data) if self._fetch(place, memoryview(data)) else None
+        return self._entries_at([place]).get(place)
+
+    def _entries_at(self, places: list[str]) -> dict[str, Entry]:
+        """The entries of those places that have one."""
+        targets = [memoryview(bytearray(ENTRY_BYTES)) for _ in places]
+        found = zip(places, self._fetch(places, targets), targets, strict=True) if places else ()
+        entries = {place: Entry.decode(bytes(data)) for place, there, data in found if there}
+        return {place: entry for place, entry in entries.items() if entry is not None}
+
+    def _blocks(self, blocks: str, first: int, targets: list[memoryview]) -> bool:
+        """Fill the targets with an object's blocks from the ``first`` on; False if the store lacks one."""
+        return all(self._fetch([_block(blocks, first + index) for index in range(len(targets))], targets))
 
     # Calls
 
@@ -207,33 +245,46 @@ class ObjectValues:
         try:
             yield
         finally:
+            now = time.monotonic()
             with self._lock:
-                del self._calls[me]
+                if now - self._calls.pop(me) > HANGING_SECONDS:
+                    self._answered = now
 
-    def _put(self, key: str, value: memoryview) -> bool:
+    def _put(self, keys: Sequence[str], values: Sequence[memoryview]) -> None:
+        """Raises OSError unless the store takes them all."""
         with self._calling():
-            return self._values.put(key, value)
+            taken = self._values.put(keys, values)
+        if not all(taken):
+            raise OSError(5, "the store takes no value")
 
-    def _fetch(self, key: str, target: memoryview) -> bool:
+    def _fetch(self, keys: Sequence[str], targets: Sequence[memoryview]) -> list[bool]:
         with self._calling():
-            return self._values.fetch(key, target)
+            return self._values.fetch(keys, targets)
 
-    def _has(self, key: str) -> bool:
+    def _has(self, keys: Sequence[str]) -> list[bool]:
+        """As ``Values.has``, of a store that may be given fewer keys at a time."""
+        found: list[bool] = []
+        for some in _some(keys, self._values.at_once):
+            with self._calling():
+                found += self._values.has(some)
+        return found
+
+    def _forget(self, key: str) -> None:
         with self._calling():
-            return self._values.has(key)
+            self._values.forget(key)
 
 
 class BlockReader(io.RawIOBase):
-    """An object's bytes, of which one block is in memory.
+    """An object's bytes, of which one block is in memory, or ``at_once`` where one is read after another.
 
     Args:
-        fetch: fills a block, by its number; False if the store has it not.
+        fetch: fills blocks, from a number on; False if the store lacks one.
     """
 
-    def __init__(self, fetch: Callable[[int, memoryview], bool], size: int):
+    def __init__(self, fetch: Callable[[int, list[memoryview]], bool], size: int, at_once: int = 1):
         super().__init__()
-        self._fetch, self._size, self._at = fetch, size, 0
-        self._number, self._block = -1, bytearray()
+        self._fetch, self._size, self._at, self._at_once = fetch, size, 0, at_once
+        self._first, self._blocks = 0, list[bytearray]()
 
     def readable(self) -> bool:
         return True
@@ -251,16 +302,24 @@ class BlockReader(io.RawIOBase):
         number, start = divmod(self._at, BLOCK_BYTES)
         if self._at >= self._size:
             return 0
-        if number != self._number:
-            block = bytearray(min(BLOCK_BYTES, self._size - number * BLOCK_BYTES))
-            if not self._fetch(number, memoryview(block)):
-                raise ObjectRefused("size", "a part of it is gone")
-            self._number, self._block = number, block
+        if not 0 <= number - self._first < len(self._blocks):
+            self._read(number)
+        block = self._blocks[number - self._first]
         view = memoryview(target).cast("B")
-        count = min(len(view), len(self._block) - start)
-        view[:count] = memoryview(self._block)[start : start + count]
+        count = min(len(view), len(block) - start)
+        view[:count] = memoryview(block)[start : start + count]
         self._at += count
         return count
+
+    def _read(self, number: int) -> None:
+        """Have the block of a number in memory, and those behind it if it follows what was there."""
+        follows = bool(self._blocks) and number == self._first + len(self._blocks)
+        last, self._blocks = (self._size - 1) // BLOCK_BYTES, []
+        upto = min(number + (self._at_once if follows else 1), last + 1)
+        blocks = [bytearray(min(BLOCK_BYTES, self._size - index * BLOCK_BYTES)) for index in range(number, upto)]
+        if not self._fetch(number, [memoryview(block) for block in blocks]):
+            raise ObjectRefused("size", "a part of it is gone")
+        self._first, self._blocks = number, blocks
 
 
 def _place(key: str, slot: int) -> str:
@@ -285,6 +344,13 @@ def _blocks(pieces: Iterable[bytes | memoryview]) -> Iterator[memoryview]:
                 block = bytearray()
     if block:
         yield memoryview(block)
+
+
+def _some(every: Iterable[T], count: int) -> Iterator[list[T]]:
+    """So many at a time."""
+    left = iter(every)
+    while some := list(itertools.islice(left, count)):
+        yield some
 
 
 def _remember(known: OrderedDict[str, Any], name: str, value: Any) -> None:

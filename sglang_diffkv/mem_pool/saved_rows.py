@@ -181,32 +181,48 @@ class SavedRows:
 
     def save(self, row: int, hi: int) -> SavedRow | None:
         """Copy the pages with the first ``hi`` tokens of a row to the host. Waits for the device's counts, not for the
-        copies. None, changing nothing, if there is no host memory for them or the row has lost tokens.
-
-        Raises torch.OutOfMemoryError, changing nothing, if the device cannot even look at the row's entries.
+        copies. None, changing nothing, if there is no host memory for them, if the row has lost tokens, or if the
+        device has no memory to look at its entries: on any rank. With several all have to call it, and each takes as
+        much host memory as the one with most pages.
         """
-        device = self.device
         if not self.host.free and self._make_room is None:
             return None
-        with device.launching():
+        with self.device.launching():
+            found = self._listed_row(row, hi)
+            lost, count = self.ranks.largest(np.array([found is None, 0 if found is None else len(found[0])])).tolist()
+            runs = None if lost else self._take(count)
+            if runs is None:
+                return None
+            assert found is not None
+            pages, known = found
+            try:
+                self.copy_out(pages, first_of(runs, len(pages)), self._staging)
+                failed = False
+            except torch.OutOfMemoryError:
+                failed = True
+            if self.ranks.largest(np.array([int(failed)]))[0]:
+                self.host.give(runs)
+                return None
+        saved = SavedRow(hi, max(hi, self.rows.most(row)), runs, *known)
+        self.held.add(saved)
+        return saved
+
+    def _listed_row(self, row: int, hi: int) -> tuple[torch.Tensor, np.ndarray] | None:
+        """The pages with the first ``hi`` tokens of a row, [n] int64, and what is known of each, [6, n] int32 as the
+        arrays of ``SavedRow``. None if the row has lost tokens, or if the device has no memory to list them."""
+        device = self.device
+        try:
             parts = [self._entries(row, tier, hi) for tier in range(len(device.fmt.tiers))]
             known = torch.cat([entries for _, entries in parts], dim=1)
             fault = device.state.fault[row].expand(1, known.shape[1])
             numbers = torch.cat([known, fault]).cpu().numpy()  # [6, n]
-            tier, kept = (np.repeat(range(len(parts)), [len(ids) for ids, _ in parts]), numbers[4] >= 0)
-            runs = None if numbers[5].any() else self._take(int(kept.sum()))
-            if runs is None:
+            if numbers[5].any():
                 return None
-            try:
-                pages = torch.cat([ids for ids, _ in parts])[device.to_device(kept.nonzero()[0])]
-                self.copy_out(pages, runs, self._staging)
-            except torch.OutOfMemoryError:
-                self.host.give(runs)
-                raise
-        head, lo, upper, least, last = numbers[:5, kept]
-        saved = SavedRow(hi, max(hi, self.rows.most(row)), runs, tier[kept], head, lo, upper, least, last)
-        self.held.add(saved)
-        return saved
+            tier, kept = np.repeat(range(len(parts)), [len(ids) for ids, _ in parts]), numbers[4] >= 0
+            pages = torch.cat([ids for ids, _ in parts])[device.to_device(kept.nonzero()[0])]
+        except torch.OutOfMemoryError:
+            return None
+        return pages, np.stack([tier[kept].astype(np.int32), *numbers[:5, kept]])
 
     def _entries(self, row: int, tier: int, hi: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Pages [n] int64 of a row's entries of a tier, by head and in order, and [5, n] int32: head, position range
@@ -252,10 +268,10 @@ class SavedRows:
         which = saved.head[chosen].astype(np.int64) * tiers + saved.tier[chosen]
         return np.bincount(which, minlength=heads * tiers).reshape(heads, tiers)
 
-    def restore(self, saved: SavedRow, lo: int) -> Segment | None:
-        """As ``restore_all``, from position ``lo`` to the last token that is saved."""
-        needed = self.needed([(saved, lo, None)])
-        segments = self.restore_all([(saved, Segment(0, lo, saved.hi, first=lo, end=saved.end))], needed)
+    def restore(self, saved: SavedRow, lo: int, needed: Needed | None = None) -> Segment | None:
+        """As ``restore_all``, from position ``lo`` to the last token that is saved. ``needed``: if it is known."""
+        takes = self.needed([(saved, lo, None)]) if needed is None else [needed]
+        segments = self.restore_all([(saved, Segment(0, lo, saved.hi, first=lo, end=saved.end))], takes)
         return None if segments is None else segments[0]
 
     def restore_all(self, wanted: Sequence[tuple[SavedRow, Segment]], needed: Sequence[Needed]) -> list[Segment] | None:

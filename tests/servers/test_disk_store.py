@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
+import socket
+import sys
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,6 +18,7 @@ from sglang_diffkv.config import DiffKVConfig
 from sglang_diffkv.errors import UnsupportedError
 from sglang_diffkv.mem_pool.object_folder import FOLDER
 from sglang_diffkv.srt.startup import disk_store, host_memory, model_identity
+from sglang_diffkv.srt.startup.mooncake_store import MooncakeValues
 from tests.servers.test_server_flags import _args
 
 CONFIG = DiffKVConfig()
@@ -86,6 +90,123 @@ def test_what_does_not_go_together_is_refused(tmp_path: Path, monkeypatch: pytes
     with pytest.raises(UnsupportedError, match="takes images"):
         disk_store.check_model(asked(extra), images)
     disk_store.check_model(_args(), images)
+
+
+# Mooncake's store
+
+
+MASTER = {"master_server_address": "127.0.0.1:1", "protocol": "tcp"}
+
+
+def mooncake(extra: Any = None, **changes: Any) -> SimpleNamespace:
+    return asked(extra, hicache_storage_backend="mooncake", **changes)
+
+
+@pytest.fixture
+def package(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What Mooncake's package is imported by; none of the user's settings is in the environment."""
+    for name in [name for name in os.environ if "MOONCAKE" in name]:
+        monkeypatch.delenv(name)
+    for name in ("mooncake", "mooncake.store"):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+
+
+@pytest.mark.parametrize(
+    ("extra", "what"),
+    [
+        ({}, "MOONCAKE_MASTER"), ({**MASTER, "global_segment_size": "4 lots"}, "4 lots"),
+        ({**MASTER, "global_segment_size": -1}, "0 or more"), ({**MASTER, "standalone_storage": True}, "leave it out"),
+        ({**MASTER, "max_size": "1G"}, '"max_size"'), ({**MASTER, "enable_group_semantics": True}, "leave it out"),
+        ({**MASTER, "prefetch_threshold": 0}, "prefetch_threshold"), (MASTER, "start it first"),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_settings_of_mooncake_that_cannot_be_served_are_refused(extra: Any, what: str, package: None) -> None:
+    assert what in said(mooncake(extra))
+
+
+def test_settings_of_mooncake_are_read_as_sglang_reads_them(
+    package: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as master:
+        address = f"127.0.0.1:{master.getsockname()[1]}"
+        given = {**MASTER, "master_server_address": address, "global_segment_size": "2gb", "prefetch_threshold": 7}
+        assert said(mooncake(given)) == "" and disk_store.bytes_lent(mooncake(given)) == 2 << 30
+        assert disk_store.asked_for(mooncake(given), "mooncake").prefetch.threshold == 7
+        assert f"Mooncake's store at {address}, which has 2.00 GiB" in str(disk_store.describe(mooncake(given)))
+        monkeypatch.setenv("MOONCAKE_MASTER", address)
+        monkeypatch.setenv("MOONCAKE_GLOBAL_SEGMENT_SIZE", "0")
+        assert said(mooncake()) == "" and disk_store.bytes_lent(mooncake()) == 0
+        monkeypatch.setenv("MOONCAKE_ENABLE_SSD_OFFLOAD", "1")
+        assert "enable_ssd_offload is not served" in said(mooncake())
+        (tmp_path / "mooncake.json").write_text(json.dumps({**given, "global_segment_size": 3}), encoding="utf-8")
+        monkeypatch.setenv("SGLANG_HICACHE_MOONCAKE_CONFIG_PATH", str(tmp_path / "mooncake.json"))
+        assert said(mooncake()) == "" and disk_store.bytes_lent(mooncake()) == 3
+    monkeypatch.setattr(host_memory, "free_host_memory", lambda: 3 << 30)
+    configurator = SimpleNamespace(
+        server_args=mooncake({**MASTER, "global_segment_size": "4gb"}, tp_size=1), model_config=SimpleNamespace()
+    )
+    with pytest.raises(UnsupportedError, match="global_segment_size takes"):
+        host_memory.host_tier(configurator)
+
+
+def test_a_package_that_cannot_be_imported_is_named(package: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "mooncake.store", None)
+    assert "cannot be imported" in said(mooncake(MASTER)) and "pip install" in said(mooncake(MASTER))
+
+
+class Client:
+    """Mooncake's, which answers with codes: values are bytes by address."""
+
+    def __init__(self) -> None:
+        self.values: dict[str, bytes] = {}
+        self.fails: int | None = None
+
+    def batch_is_exist(self, keys: list[str]) -> list[int]:
+        return [int(key in self.values) if self.fails is None else self.fails for key in keys]
+
+    def batch_put_from(self, keys: list[str], pointers: list[int], sizes: list[int]) -> list[int]:
+        if self.fails is not None:
+            return [self.fails for _ in keys]
+        for key, pointer, size in zip(keys, pointers, sizes, strict=True):
+            self.values.setdefault(key, ctypes.string_at(pointer, size))
+        return [0 for _ in keys]
+
+    def batch_get_into(self, keys: list[str], pointers: list[int], sizes: list[int]) -> list[int]:
+        if self.fails is not None:
+            return [self.fails for _ in keys]
+        answers = []
+        for key, pointer, size in zip(keys, pointers, sizes, strict=True):
+            value = self.values.get(key)
+            answers.append(-704 if value is None else -600 if len(value) > size else len(value))
+            if answers[-1] > 0:
+                ctypes.memmove(pointer, value, len(value or b""))
+        return answers
+
+    def remove(self, key: str, force: bool = False) -> int:
+        assert force, "the lease of who has just read it keeps it"
+        return 0 if self.values.pop(key, None) else -704
+
+
+def test_what_mooncake_answers_is_understood() -> None:
+    client, known = Client(), list[int]()
+    backend = SimpleNamespace(store=client, register_buffer=lambda tensor: known.append(tensor.nbytes))
+    backend._tag_keys = lambda keys: [f"mine_{key}" for key in keys]
+    values = MooncakeValues(backend)
+    keys, data = ["a", "b"], [memoryview(bytearray(b"one")), memoryview(bytearray(b"seven!!"))]
+    assert values.has(keys) == [False, False] and values.put(keys, data) == [True, True]
+    assert client.values == {"mine_a": b"one", "mine_b": b"seven!!"} and values.has(keys) == [True, True]
+    targets = [memoryview(bytearray(size)) for size in (3, 6, 4)]
+    assert values.fetch(["a", "b", "a"], targets) == [True, False, False], "a value of another size is taken"
+    assert [bytes(x) for x in targets] == [b"one", bytes(6), bytes(4)] and values.fetch(["c"], targets[:1]) == [False]
+    values.forget("a")
+    assert values.has(keys) == [False, True] and known == [MooncakeValues.at_once << 20]
+    client.fails = -200
+    assert values.put(keys, data) == [False, False], "a full store is an error"
+    client.fails = -901
+    for call in (lambda: values.has(keys), lambda: values.put(keys, data), lambda: values.fetch(keys, targets[:2])):
+        with pytest.raises(OSError, match="-901"):
+            call()
 
 
 # What a server computes

@@ -136,16 +136,18 @@ def test_what_was_asked_for_is_known_in_the_processes_of_a_server() -> None:
     from sglang.srt.server_args import ServerArgs
 
     plain = {"model_path": str(NANO), "device": "cpu", "attention_backend": "torch_native"}
-    for wanted in (False, True):
-        args = ServerArgs(**plain, enable_hierarchical_cache=wanted)
+    for wanted in (None, "file", "mooncake"):
+        args = ServerArgs(**plain, enable_hierarchical_cache=bool(wanted), hicache_storage_backend=wanted)
         if hasattr(args, "resolve_once"):
             args.resolve_once()
         host_options.decline_hierarchical_cache(args)
         args = pickle.loads(pickle.dumps(args))
-        assert host_options.asks_for_host_tier(args) == wanted
+        assert host_options.asks_for_host_tier(args) == bool(wanted)
         assert not compat.resolved(args).enable_hierarchical_cache
+        assert compat.resolved(args).hicache_storage_backend is None
         host_options.decline_hierarchical_cache(args)
-        assert host_options.asks_for_host_tier(args) == wanted
+        assert host_options.asks_for_host_tier(args) == bool(wanted)
+        assert host_options.store_asked_for(args) == wanted
 
 
 def test_states_and_draft_models_are_refused_on_a_gpu_where_they_did_not_run(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -38,9 +38,9 @@ CLASS = {
 """A backend of SGLang's as one that a user names."""
 
 
-def start(folder: Path, store: str = "file", extra: dict[str, Any] = EXTRA) -> Server:
+def start(folder: Path, store: str = "file", extra: dict[str, Any] = EXTRA, policy: str = "wait_complete") -> Server:
     """A server over the folder."""
-    chosen = ("--hicache-storage-backend", store, "--hicache-storage-prefetch-policy", "wait_complete")
+    chosen = ("--hicache-storage-backend", store, "--hicache-storage-prefetch-policy", policy)
     args = tier(
         "write_through", *chosen, "--enable-metrics", "--hicache-storage-backend-extra-config", json.dumps(extra)
     )

@@ -79,7 +79,7 @@ REFUSED_VALUES: dict[str, Any] = {
     "speculative_draft_attention_backend": "diffkv",
     "decoupled_spec_role": "drafter",
     "uno_lora_path": "adapter",
-    "hicache_storage_backend": "mooncake",
+    "hicache_storage_backend": "nixl",
     "hicache_storage_prefetch_retry_poll_interval": 3,
     "hicache_storage_prefetch_retry_max_attempts": 3,
     "hicache_host_memory_mode": "buffer_only",

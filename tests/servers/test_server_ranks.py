@@ -87,6 +87,17 @@ def test_two_ranks_give_the_tokens_of_stock_s_two(
     assert (stats["ranks"], stats["kv_heads"]) == (2, 1)
 
 
+def test_two_ranks_go_on_with_what_they_retract(serve: Callable[..., Server]) -> None:
+    """From host memory, with the replies of a roomy pool."""
+    roomy = _load(serve(2, LOSSLESS, *ROOM), 4, 160)
+    server = serve(2, LOSSLESS, "--max-total-tokens", "620", *SMALL[2:])
+    assert [x.output_ids for x in _load(server, 4, 160)] == [x.output_ids for x in roomy]
+    found = stats_of(server)["retracted"]
+    assert found["kept"] == found["restored"] + found["recomputed"] + found["dropped"] and not found["no_host_memory"]
+    assert found["restored"] and found["tokens_restored"] >= 60 * found["restored"]
+    assert (found["waiting"], found["host_bytes"]) == (0, 0)
+
+
 def test_two_ranks_bring_back_what_the_pool_has_lost(tmp_path: Path, serve: Callable[..., Server]) -> None:
     """From host memory, and after a flush from a folder, in which each rank has parts of its own. Replies are those
     computed without a cache."""
@@ -180,6 +191,8 @@ def test_ranks_decide_alike_in_a_small_pool(
         assert labels["tp_rank"] == "0" and tokens > 0 and not others
     check_idle(server)
     _check_retractions([server.log_text()] * ranks)
+    retracted = stats["retracted"]
+    assert retracted["kept"] == retracted["restored"] + retracted["recomputed"] + retracted["dropped"] > 0
 
 
 def _check_retractions(logs: list[str]) -> None:

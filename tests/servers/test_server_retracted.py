@@ -16,8 +16,9 @@ from benchmarks import splits
 from benchmarks.paths import NANO
 from sglang_diffkv.evaluate.prompts import chat_ids, load_tokenizer
 from sglang_diffkv.evaluate.server import Server
+from sglang_diffkv.srt.models.speculation import CHAIN
 from tests.servers.events import Events
-from tests.servers.shared import SHALLOW, STRICT, check_idle, stats_of, tokens
+from tests.servers.shared import SHALLOW, STRICT, SharedServer, check_idle, stats_of, tokens
 
 pytestmark = pytest.mark.server
 
@@ -26,6 +27,8 @@ COMPRESSED = {"prefix_fidelity": "compressed"}
 EXACT = {"prefix_fidelity": "exact"}
 TIGHT = ("--max-total-tokens", "620", "--schedule-conservativeness", "0.1")
 """Two or three requests fill the pool."""
+NGRAM_TREES = ("--speculative-algorithm", "NGRAM", "--speculative-num-draft-tokens", "8")
+NGRAMS = ("--speculative-algorithm", "NGRAM", "--speculative-num-draft-tokens", "5", *CHAIN.split())
 CHUNKED, ALONE = ("--chunked-prefill-size", "64"), ("--disable-overlap-schedule",)
 
 
@@ -73,11 +76,19 @@ def _one_token_passes(server: Server) -> int:
     return sum(int(cached) > 60 for cached in passes)
 
 
-def test_replies_are_those_of_a_roomy_pool(server_of: Callable[..., Server]) -> None:
-    prompts = _questions(4)
-    roomy = _load(server_of("diffkv", ("--max-total-tokens", "16384"), config=LOSSLESS, env=STRICT), prompts, 180)
-    server = server_of("diffkv", TIGHT, config=LOSSLESS, env=STRICT)
-    assert _load(server, prompts, 180) == roomy
+@pytest.fixture(scope="module")
+def roomy(shared_server: SharedServer) -> list[list[int]]:
+    """Replies of a pool where nothing is lost."""
+    server = shared_server.get("diffkv", ("--max-total-tokens", "16384"), config=LOSSLESS, env=STRICT)
+    return _load(server, _questions(4), 180)
+
+
+@pytest.mark.parametrize("drafts", [(), NGRAMS, pytest.param(NGRAM_TREES, marks=pytest.mark.full)], ids=str)
+def test_replies_are_those_of_a_roomy_pool(
+    drafts: tuple[str, ...], roomy: list[list[int]], server_of: Callable[..., Server]
+) -> None:
+    server = server_of("diffkv", (*TIGHT, *drafts), config=LOSSLESS, env=STRICT)
+    assert _load(server, _questions(4), 180) == roomy
     found = _check_balanced(server)
     assert found["restored"] and not found["no_host_memory"]
     assert found["tokens_restored"] >= 60 * found["restored"]

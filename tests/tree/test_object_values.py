@@ -7,6 +7,7 @@ import random
 import threading
 import time
 from collections import Counter
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -31,19 +32,41 @@ KEY, NAME, OTHER = "1" * 32, "2" * 32, "3" * 32
 
 
 class Memory:
-    """A store that keeps the first value of a key, as SGLang's file store and Mooncake do."""
+    """A store that keeps the first value of a key, as SGLang's file store and Mooncake do, and takes so many at
+    once."""
 
-    def __init__(self) -> None:
+    def __init__(self, at_once: int = 1, *, forgets: bool = False) -> None:
+        self.at_once, self.forgets = at_once, forgets
         self.values: dict[str, bytes] = {}
+        self.calls = Counter[str]()
         self.answers = threading.Event()
         self.answers.set()
 
-    def put(self, key: str, value: memoryview) -> bool:
+    def put(self, keys: Sequence[str], values: Sequence[memoryview]) -> list[bool]:
+        return [self.put_one(*pair) for pair in self._called("put", zip(keys, values, strict=True))]
+
+    def fetch(self, keys: Sequence[str], targets: Sequence[memoryview]) -> list[bool]:
+        return [self.fetch_one(*pair) for pair in self._called("fetch", zip(keys, targets, strict=True))]
+
+    def has(self, keys: Sequence[str]) -> list[bool]:
+        return [self.has_one(key) for key in self._called("has", keys)]
+
+    def forget(self, key: str) -> None:
+        if self.forgets:
+            self.values.pop(key, None)
+
+    def _called(self, name: str, given: Iterable[Any]) -> list[Any]:
+        some = list(given)
+        assert 0 < len(some) <= self.at_once
+        self.calls[name] += 1
+        return some
+
+    def put_one(self, key: str, value: memoryview) -> bool:
         self.answers.wait(60)
         self.values.setdefault(key, bytes(value))
         return True
 
-    def fetch(self, key: str, target: memoryview) -> bool:
+    def fetch_one(self, key: str, target: memoryview) -> bool:
         self.answers.wait(60)
         found = self.values.get(key)
         if found is None:
@@ -51,7 +74,7 @@ class Memory:
         target[: len(found)] = found[: len(target)]
         return True
 
-    def has(self, key: str) -> bool:
+    def has_one(self, key: str) -> bool:
         self.answers.wait(60)
         return key in self.values
 
@@ -60,7 +83,7 @@ class Faulty(Memory):
     """It fails at random, in the ways in which such stores do."""
 
     def __init__(self, seed: int) -> None:
-        super().__init__()
+        super().__init__(1 + seed % 3, forgets=bool(seed % 2))
         self.source, self.failed = random.Random(seed), Counter[str]()
 
     def _fails(self, *ways: str) -> str:
@@ -70,15 +93,15 @@ class Faulty(Memory):
         self.failed[way] += 1
         return way
 
-    def put(self, key: str, value: memoryview) -> bool:
+    def put_one(self, key: str, value: memoryview) -> bool:
         way = self._fails("raises", "refuses", "loses", "half")
         if way == "raises":
             raise RuntimeError("no")
         if way in ("refuses", "loses"):
             return way == "loses"
-        return super().put(key, value[: len(value) // 2] if way else value)
+        return super().put_one(key, value[: len(value) // 2] if way else value)
 
-    def fetch(self, key: str, target: memoryview) -> bool:
+    def fetch_one(self, key: str, target: memoryview) -> bool:
         way = self._fails("raises", "evicted", "another's", "flips", "lies")
         if way == "raises":
             raise OSError(5, "no")
@@ -91,13 +114,13 @@ class Faulty(Memory):
         if way == "flips" and key in self.values:
             target[self.source.randrange(len(target))] ^= 1
             return True
-        return way == "lies" or super().fetch(key, target)
+        return way == "lies" or super().fetch_one(key, target)
 
-    def has(self, key: str) -> bool:
+    def has_one(self, key: str) -> bool:
         way = self._fails("raises", "denies", "claims")
         if way == "raises":
             raise ConnectionError("no")
-        return way == "claims" or (not way and super().has(key))
+        return way == "claims" or (not way and super().has_one(key))
 
 
 @pytest.fixture(autouse=True)
@@ -118,8 +141,9 @@ def read(objects: ObjectValues, key: str) -> list[bytes]:
     return found
 
 
-def test_what_is_written_is_found_by_others() -> None:
-    values = Memory()
+@pytest.mark.parametrize("at_once", [1, 3])
+def test_what_is_written_is_found_by_others(at_once: int) -> None:
+    values = Memory(at_once)
     one, two, data = ObjectValues(values), ObjectValues(values), random.Random(1).randbytes(3500)
     assert not one.has(KEY, NAME) and one.names(KEY) == []
     assert one.write(KEY, NAME, [data[:10], data[10:2500], memoryview(data)[2500:]], 3500)
@@ -129,6 +153,9 @@ def test_what_is_written_is_found_by_others() -> None:
     file, _ = one.open(KEY, one.names(KEY)[0])
     file.seek(1234)
     assert file.read(100) == data[1234:1334]
+    values.calls.clear()
+    assert read(one, KEY)[0] == data
+    assert values.calls["fetch"] == (7 if at_once == 1 else 4), "more is fetched than what is read"
 
 
 def test_what_is_gone_or_damaged_is_written_again_elsewhere() -> None:
@@ -145,6 +172,27 @@ def test_what_is_gone_or_damaged_is_written_again_elsewhere() -> None:
     for slot in range(SLOTS):
         values.values[f"diffkv-{OTHER}-{slot}"] = b"half an entry"
     assert not objects.write(OTHER, NAME, [data], 2500) and objects.names(OTHER) == []
+
+
+def test_a_store_that_forgets_has_places_again() -> None:
+    """One that evicts blocks and keeps entries would have none left some day."""
+    values = Memory(8, forgets=True)
+    objects, data = ObjectValues(values), random.Random(3).randbytes(2500)
+    for _ in range(2 * SLOTS):
+        assert objects.write(KEY, NAME, [data], 2500) and read(objects, KEY) == [data]
+        (name,) = objects.names(KEY)
+        del values.values[f"diffkv-{name}-block-1"]
+        with pytest.raises(ObjectRefused):
+            read(objects, KEY)
+        objects.remove(KEY, name)
+    assert not [key for key in values.values if key.startswith(f"diffkv-{KEY}")], "an entry is left"
+    objects.write(KEY, NAME, [data], 2500)
+    (name,) = objects.names(KEY)
+    values.values.clear()
+    other = ObjectValues(values)
+    assert other.write(KEY, OTHER, [b"short"], 5)
+    objects.remove(KEY, name)
+    assert read(other, KEY) == [b"short"], "somebody else's entry is forgotten"
 
 
 def test_who_comes_second_to_a_place_takes_the_next() -> None:
@@ -221,6 +269,23 @@ def test_a_store_that_answers_nobody_holds_nobody_up(tmp_path: Path, monkeypatch
     assert other.find([*tokens, 1]) == 0 and time.monotonic() - began < 5
     assert other.report()["late"] == 1 and other.report()["errors"] > errors, "it was waited for again"
     values.answers.set()
+    until(lambda: not other.stored.folder.hangs)
+    assert other.find([*tokens, 2]) == 60
+
+
+def test_a_store_that_is_known_to_hang_holds_nobody_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However long requests would wait for it, and for a while behind its answer: Mooncake's comes after 30 s."""
+    monkeypatch.setattr(object_values, "HANGING_SECONDS", 0.3)
+    values = Memory()
+    server = over(values, tmp_path)
+    tokens = server.world.tokens(60)
+    server.serve(tokens)
+    other, began = over(values, tmp_path), time.monotonic()
+    values.answers.clear()
+    assert other.find(tokens) == 0 and other.report()["late"] == 1 and time.monotonic() - began < 10
+    values.answers.set()
+    until(lambda: not other.stored.folder._calls)
+    assert other.stored.folder.hangs, "the next one waits for it again"
     until(lambda: not other.stored.folder.hangs)
     assert other.find([*tokens, 2]) == 60
 
@@ -330,7 +395,7 @@ def test_memory_that_a_backend_knows_outlives_its_thread() -> None:
     values = connect(dynamic("Addresses"), rank=0, ranks=1)
     for number in range(20):
         with ThreadPoolExecutor(1) as thread:
-            assert thread.submit(values.put, f"key{number}", memoryview(bytearray(b"value"))).result()
+            assert thread.submit(values.put, [f"key{number}"], [memoryview(bytearray(b"value"))]).result()
     assert len(values.backend.known) == len(set(values.backend.known)) == 21
 
 

@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, precondition, rule
 
@@ -32,9 +33,10 @@ from tests.policies import xkv_policy
 from tests.ranks import Pair
 from tests.tree.stand_in import Match
 from tests.tree.test_host_tier import PrefixesMachine, asking
-from tests.tree.test_prefix_cache import CAPACITY, WINDOW, ExactTreeMachine, TreeMachine, machine_settings
+from tests.tree.test_prefix_cache import CAPACITY, ROWS, WINDOW, ExactTreeMachine, TreeMachine, machine_settings
 from tests.tree.test_pruning_methods import PruningMachine
 from tests.tree.test_pruning_methods import machine as machine_of
+from tests.tree.test_retracted import RetractedMachine
 
 
 def test_the_worst_rank_counts() -> None:
@@ -199,6 +201,56 @@ class ExactHostRanksMachine(HostRanksMachine):
     kind = ExactPrefixesOfRank
 
 
+class RetractedOfRank(RetractedMachine):
+    """Host memory for a few requests of one of several ranks."""
+
+    host_pages = 80
+
+
+class ExactRetractedOfRank(RetractedOfRank):
+    exact = True
+
+
+class RetractedRanksMachine(RanksMachine):
+    """Requests that are retracted have other numbers of pages on each rank, and come back on all of them or none."""
+
+    kind = RetractedOfRank
+
+    def each(self, act: Callable[[RetractedOfRank], None]) -> None:
+        def run(machine: TreeMachine) -> None:
+            assert isinstance(machine, RetractedOfRank)
+            act(machine)
+            machine.what_is_kept_is_known()
+
+        self.both(run)
+
+    @property
+    def waiting(self) -> list[Any]:
+        return self.pair.members[0].waiting
+
+    @precondition(lambda self: self.running)
+    @rule(which=st.integers(0, 7), overlap=st.booleans())
+    def retract(self, which: int, overlap: bool) -> None:
+        self.each(lambda machine: machine.retract(which=which, overlap=overlap))
+
+    @precondition(lambda self: self.waiting and len(self.running) < ROWS)
+    @rule(which=st.integers(0, 7))
+    def readmit(self, which: int) -> None:
+        self.each(lambda machine: machine.readmit(which=which))
+
+    @precondition(lambda self: self.waiting)
+    @rule(which=st.integers(0, 7))
+    def abort(self, which: int) -> None:
+        self.each(lambda machine: machine.abort(which=which))
+
+
+class ExactRetractedRanksMachine(RetractedRanksMachine):
+    kind = ExactRetractedOfRank
+
+
+RetractedRanksMachine.TestCase.settings = ExactRetractedRanksMachine.TestCase.settings = machine_settings(40)
+TestRetractedRanks = RetractedRanksMachine.TestCase
+TestExactRetractedRanks = ExactRetractedRanksMachine.TestCase
 RanksMachine.TestCase.settings = ExactRanksMachine.TestCase.settings = machine_settings(50)
 XKVRanksMachine.TestCase.settings = ExactXKVRanksMachine.TestCase.settings = machine_settings(30)
 ZipageRanksMachine.TestCase.settings = machine_settings(30)
@@ -210,6 +262,48 @@ TestExactHostRanks = ExactHostRanksMachine.TestCase
 TestXKVRanks = XKVRanksMachine.TestCase
 TestExactXKVRanks = ExactXKVRanksMachine.TestCase
 TestZipageRanks = ZipageRanksMachine.TestCase
+
+
+def retracting() -> RetractedRanksMachine:
+    """A request that is about to be retracted, with more pages on one rank than on the other."""
+    machine = RetractedRanksMachine()
+    machine.admit(seed=1, length=70, tail=0)
+    machine.extend(chunk=49)
+    machine.extend(chunk=49)
+    machine.decode(steps=12)
+    return machine
+
+
+def test_a_retracted_request_comes_back_on_all_ranks() -> None:
+    """Each brings back its own pages, and sets aside as many of the host's as the other."""
+    machine = retracting()
+    machine.retract(which=0, overlap=False)
+    held = [next(iter(member.manager.saved.held)) for member in machine.pair.members]
+    assert len(held[0].tier) != len(held[1].tier), "ranks hold as many pages"
+    assert held[0].host_pages == held[1].host_pages == max(len(x.tier) for x in held)
+    machine.each(lambda member: member.tree.make_pages(member.manager.geometry.num_pages, partly=True))
+    assert not any(x.manager.segments.cached for x in machine.pair.members)
+    machine.readmit(which=0)
+    for member in machine.pair.members:
+        assert member.retracted.counts["restored"] == 1 and not member.manager.saved.host.used
+    machine.decode(steps=3)
+    machine.leave(which=0, insert=False)
+
+
+@pytest.mark.parametrize("step", ["extremes", "copy_out"])
+def test_a_rank_without_memory_keeps_all_from_keeping_it(step: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    machine = retracting()
+    saved = machine.pair.members[1].manager.saved
+
+    def none(*given: Any) -> None:
+        raise torch.OutOfMemoryError
+
+    monkeypatch.setattr(saved, step, none)
+    machine.retract(which=0, overlap=False)
+    for member in machine.pair.members:
+        assert member.retracted.counts["no_host_memory"] == 1 and not member.retracted.kept
+        assert not member.manager.saved.host.used
+    machine.readmit(which=0)
 
 
 def test_a_prefix_is_there_once_all_ranks_have_it() -> None:

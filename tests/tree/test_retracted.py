@@ -16,10 +16,12 @@ from sglang.srt.mem_cache.radix_cache import RadixKey
 
 from sglang_diffkv.config import load_config
 from sglang_diffkv.layout.page_format import Tier
+from sglang_diffkv.layout.ranks import Ranks
+from sglang_diffkv.mem_pool.saved_rows import Needed
 from sglang_diffkv.policies.uniform import UniformPolicy
 from sglang_diffkv.srt.hooks.table import HOOKS
 from sglang_diffkv.srt.scheduling.allocator import SERVED
-from sglang_diffkv.srt.tree.retracted import Kept, Retracted, why_recomputed
+from sglang_diffkv.srt.tree.retracted import Retracted, why_recomputed
 from sglang_diffkv.srt.versions import compat
 from sglang_diffkv.srt.versions.compat import tokens_wanted
 from sglang_diffkv.srt.versions.selection import BACKEND
@@ -219,9 +221,10 @@ def test_what_the_tree_has_gained_meanwhile_is_computed_again(world: World, monk
     world.tree.make_pages(world.manager.geometry.num_pages, partly=True)
     retracted, stock = retracted_of(world), Retracted._make_room
 
-    def filled(self: Retracted, kept: Kept, at: int, tokens: int, pages: int) -> bool:
+    def filled(self: Retracted, tokens: int, needed: Needed) -> bool:
         """While room is made the tree gets what is to be restored."""
-        room = stock(self, kept, at, tokens, pages)
+        (kept,) = self.kept.values()
+        room, at = stock(self, tokens, needed), kept.saved.hi - tokens
         segment, kv_slots = self.saved.restore(kept.saved, at), world.allocator.alloc(tokens).long()
         key = RadixKey(req.tokens[:-1], kept.space)
         with world.tree.restoring(segment):
@@ -410,7 +413,11 @@ def test_the_host_s_memory_may_be_full(caplog: pytest.LogCaptureFixture) -> None
         ("{}", {}, None, ""),
         ('{"host_gib": 0}', {}, None, "host_gib"),
         ("{}", {"disable_radix_cache": True}, None, "prefix cache, which is off"),
-        ("{}", {"tp_size": 2}, None, "several ranks"),
+        ("{}", {"tp_size": 2}, None, ""),
+        ("{}", {"tp_size": 2, "device": "cuda"}, None, "several ranks"),
+        ("{}", {"speculative_algorithm": "NGRAM"}, None, ""),
+        ("{}", {"speculative_algorithm": "NGRAM", "device": "cuda"}, None, "with drafts"),
+        ("{}", {"speculative_algorithm": "EAGLE"}, None, "a draft model"),
         ("{}", {"SGLANG_RADIX_FORCE_MISS": "1"}, None, "SGLANG_RADIX_FORCE_MISS"),
         ("{}", {}, "mamba", "states"),
         ("{}", {"strip_thinking_cache": True}, None, "--strip-thinking-cache"),
@@ -438,8 +445,8 @@ class RetractedMachine(TreeMachine):
 
     host_pages = 300
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, ranks: Ranks | None = None) -> None:
+        super().__init__(ranks)
         self.waiting: list[Any] = []
         self.names: tuple[str | None, ...] = (None,)
 
@@ -497,6 +504,13 @@ class RetractedMachine(TreeMachine):
             assert self.retracted.of(req) is None, "what is kept of a running request takes host memory"
             found = "restored" if len(match) == kept.saved.hi else "recomputed"
             assert self.retracted.counts[found] == before[found] + 1
+
+    @precondition(lambda self: self.running)
+    @rule(which=st.integers(0, 7), insert=st.booleans())
+    def leave(self, which: int, insert: bool) -> None:
+        """One that was admitted again may be aborted before its pass."""
+        super().leave(which=which, insert=insert)
+        self.retracted.sweep([*self.waiting, *self.running])
 
     @precondition(lambda self: self.waiting)
     @rule(which=st.integers(0, 7))

@@ -1,5 +1,6 @@
 """A store behind host memory: SGLang's options of ``--hicache-storage-backend``, as the plugin takes them. ``file`` is
-a folder (``ObjectFolder``), ``dynamic`` a class of SGLang's storage backends (``storage_backend.py``)."""
+a folder (``ObjectFolder``), ``mooncake`` Mooncake's store (``mooncake_store.py``), ``dynamic`` a class of SGLang's
+storage backends (``storage_backend.py``)."""
 
 from __future__ import annotations
 
@@ -17,7 +18,7 @@ from sglang_diffkv.mem_pool.host_pages import GIB
 from sglang_diffkv.mem_pool.object_folder import ObjectFolder, prepare
 from sglang_diffkv.mem_pool.object_values import ObjectValues
 from sglang_diffkv.srt.models.speculation import NGRAM, drafts_by_model
-from sglang_diffkv.srt.startup import host_options, own_means, own_shaping, storage_backend
+from sglang_diffkv.srt.startup import host_options, mooncake_store, own_means, own_shaping, storage_backend
 from sglang_diffkv.srt.startup.model_identity import configuration_digest, model_digest
 from sglang_diffkv.srt.startup.storage_backend import NAMES
 from sglang_diffkv.srt.tree.disk_tier import Prefetch
@@ -30,9 +31,10 @@ FOLDER_ENV = "SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR"
 SIZE_ENV = "SGLANG_HICACHE_FILE_BACKEND_MAX_SIZE"
 OTHERS = {name: f"SGLANG_HICACHE_FILE_BACKEND_{name}" for name in ("MIN_FREE_SPACE", "EVICTION_RATIO")}
 SECONDS = ("prefetch_timeout_base", "prefetch_timeout_per_ki_token")
-KNOWN = ("file_storage_path", "max_size", "prefetch_threshold", *SECONDS)
-"""Of SGLang's extra configuration, what is served with a folder. A class of the user's takes what it knows."""
-FILE, DYNAMIC = "file", "dynamic"
+WAITS = ("prefetch_threshold", *SECONDS)
+FILE, DYNAMIC, MOONCAKE = STORES = ("file", "dynamic", "mooncake")
+KNOWN = {FILE: ("file_storage_path", "max_size", *WAITS), MOONCAKE: (*mooncake_store.KNOWN, *WAITS)}
+"""Of SGLang's extra configuration, what is served with a store. A class of the user's takes what it knows."""
 
 
 @dataclass(frozen=True)
@@ -69,7 +71,7 @@ def problems(args: Any) -> list[str]:
     if store is None:
         return []
     view, found = compat.resolved(args), _with_page_size(args)
-    if store not in (FILE, DYNAMIC):
+    if store not in STORES:
         return found  # the table of options refuses it
     if getattr(view, "enable_lora", False) or getattr(view, "lora_paths", None):
         found.append(f"{OPTION} with LoRA, whose adapters have no lasting name: drop {OPTION}, or --enable-lora")
@@ -82,6 +84,8 @@ def problems(args: Any) -> list[str]:
         asked = asked_for(view, store)
         if store == FILE:
             prepare(asked.path)
+        elif store == MOONCAKE:
+            mooncake_store.check(asked.extra)
         else:
             storage_backend.class_of(asked.extra)
     except ConfigError as error:
@@ -113,7 +117,7 @@ def check_model(args: Any, configurator: Any) -> None:
 def asked_for(view: Any, store: str = FILE) -> Asked:
     """What resolved arguments and the environment say of a ``store``. Raises ConfigError for what SGLang would misread
     or is not served."""
-    extra = _extra(getattr(view, "hicache_storage_backend_extra_config", None), KNOWN if store == FILE else None)
+    extra = _extra(getattr(view, "hicache_storage_backend_extra_config", None), KNOWN.get(store))
     if store != FILE:
         return Asked("", None, _prefetch(view, extra), extra)
     for name, variable in OTHERS.items():
@@ -183,15 +187,31 @@ def describe(args: Any) -> str | None:
         return None
     store = str(host_options.store_asked_for(args))
     asked = asked_for(compat.resolved(args), store)
+    if store == MOONCAKE:
+        found, policy = mooncake_store.settings(asked.extra), asked.prefetch.policy
+        where = f"Mooncake's store at {found.master_server_address}"
+        lent = f"which has {found.global_segment_size / GIB:.2f} GiB of this host's memory"
+        return f"written to {where}, {lent}, and found there ({policy})"
     if store != FILE:
         return f"written to the store {shown(asked.extra.get(NAMES[0]))}, and found there ({asked.prefetch.policy})"
     most = "half of what is free there" if asked.most is None else f"{asked.most / GIB:.2f} GiB"
     return f"written to {named(asked.path)}, in at most {most}, and found there ({asked.prefetch.policy})"
 
 
-def _connected(asked: Asked) -> ObjectValues:
+def bytes_lent(args: Any) -> int:
+    """Host memory that a server gives to a store, all of its ranks together."""
+    if host_options.store_asked_for(args) != MOONCAKE:
+        return 0
+    try:
+        return mooncake_store.segment_bytes(asked_for(compat.resolved(args), MOONCAKE).extra)
+    except ConfigError as error:
+        raise UnsupportedError(f"diffkv: {OPTION} {MOONCAKE}: {error}") from None
+
+
+def _connected(asked: Asked, store: str) -> ObjectValues:
     ranks = compat.tensor_parallel_ranks()
-    return ObjectValues(storage_backend.connect(asked.extra, rank=ranks.rank, ranks=ranks.size))
+    connect = mooncake_store.connect if store == MOONCAKE else storage_backend.connect
+    return ObjectValues(connect(asked.extra, rank=ranks.rank, ranks=ranks.size))
 
 
 def opened(args: Any, model: Any, config: DiffKVConfig) -> Store | None:
@@ -201,7 +221,7 @@ def opened(args: Any, model: Any, config: DiffKVConfig) -> Store | None:
     store = str(host_options.store_asked_for(args))
     try:
         asked = asked_for(compat.resolved(args), store)
-        objects = ObjectFolder(asked.path, asked.most) if store == FILE else _connected(asked)
+        objects = ObjectFolder(asked.path, asked.most) if store == FILE else _connected(asked, store)
     except ConfigError as error:
         raise UnsupportedError(f"diffkv: {OPTION} {store}: {error}") from None
     if isinstance(objects, ObjectFolder):
@@ -211,5 +231,10 @@ def opened(args: Any, model: Any, config: DiffKVConfig) -> Store | None:
         )  # fmt: skip
     else:
         logger.info("DiffKV: prefixes in host memory are %s.", describe(args))
+    if store == MOONCAKE:
+        logger.warning(
+            "DiffKV: Mooncake's client listens on all interfaces of this host. Who reaches it may change replies: keep "
+            "it behind a firewall."
+        )
     own = configuration_digest(config, own_means.digest(), own_shaping.digest())
     return Store(objects, model_digest(args, model), own, asked.prefetch)

@@ -145,8 +145,15 @@ def host_tier(configurator: Any) -> HostTierPlan | None:
     what = f"{OPTION} for a model with states"
     if stated and (unseen := compat.untried_on_a_gpu(getattr(view, "device", None), what, f"drop {OPTION}")):
         raise UnsupportedError(f"--attention-backend diffkv: {unseen[0]}")
-    replicas = (getattr(view, "dp_size", 1) or 1) * _ranks_here(view)
+    replicas = (getattr(view, "dp_size", 1) or 1) * ranks_here(view)
     free, size = free_host_memory() // replicas, int(max(getattr(view, "hicache_size", 0), 0) * GB)
+    lent = disk_store.bytes_lent(args) // ranks_here(view)
+    if lent > free:
+        raise UnsupportedError(
+            f"diffkv: the store's global_segment_size takes {lent / GIB:.1f} GiB of host memory for each rank, and "
+            f"{free / GIB:.1f} GiB are free: give the store less"
+        )
+    free -= lent
     if size > free:
         each = f" for each of {replicas} ranks and replicas" if replicas > 1 else ""
         raise UnsupportedError(
@@ -156,6 +163,6 @@ def host_tier(configurator: Any) -> HostTierPlan | None:
     return HostTierPlan(view.hicache_write_policy, _ratio(view), size, int(_fraction(view) * free))
 
 
-def _ranks_here(view: Any) -> int:
+def ranks_here(view: Any) -> int:
     """Ranks of a server that share this machine's memory."""
     return max(getattr(view, "tp_size", 1) // (getattr(view, "nnodes", 1) or 1), 1)

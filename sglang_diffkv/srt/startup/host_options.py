@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from sglang_diffkv.files import read_text
 from sglang_diffkv.srt.startup.option_kinds import Predicate, Refused, unlike
 from sglang_diffkv.srt.versions import compat
 
@@ -18,8 +17,8 @@ _HOST_TIER_RUN = "tests/servers/test_server_host_tier.py::test_lossless_gives_st
 
 REFUSED: dict[str, Refused] = {
     "hicache_storage_backend": Refused(
-        "--hicache-storage-backend {value}: use file, or dynamic with the class of your store, or drop it",
-        unlike(None, "file", "dynamic"),
+        "--hicache-storage-backend {value}: use file, mooncake, or dynamic with the class of your store, or drop it",
+        unlike(None, "file", "dynamic", "mooncake"),
         "tests/servers/test_server_disk_tier.py::test_a_restarted_server_answers_from_disk",
     ),
     "hicache_storage_prefetch_retry_poll_interval": Refused(
@@ -65,14 +64,7 @@ def asks_for_host_tier(server_args: Any) -> bool:
 
 def store_asked_for(server_args: Any) -> str | None:
     """The store that the user asked for behind the hierarchical cache; None for none."""
-    found = getattr(server_args, "hicache_storage_backend", None)
-    if found is not None or compat.installed().declared_arguments:
-        return found
-    if not compat.has_declined(server_args, hicache_storage_backend=None):
-        return None
-    extra = str(getattr(server_args, "hicache_storage_backend_extra_config", None) or "")
-    text = read_text(extra[1:]) if extra.startswith("@") else extra
-    return "dynamic" if '"module_path"' in text else "file"  # what it was is gone
+    return getattr(server_args, "hicache_storage_backend", None) or getattr(server_args, "_diffkv_store", None)
 
 
 def decline_hierarchical_cache(server_args: Any) -> None:
@@ -80,5 +72,8 @@ def decline_hierarchical_cache(server_args: Any) -> None:
     ``asks_for_host_tier`` and ``store_asked_for`` still tell what the user asked for."""
     if getattr(compat.resolved(server_args), "enable_hierarchical_cache", False):
         compat.decide(server_args, enable_hierarchical_cache=False)
-    if getattr(compat.resolved(server_args), "hicache_storage_backend", None) is not None:
+    store = getattr(compat.resolved(server_args), "hicache_storage_backend", None)
+    if store is not None:
+        if not compat.installed().declared_arguments:  # those keep what the user asked for
+            server_args._diffkv_store = store
         compat.decide(server_args, hicache_storage_backend=None)

@@ -21,7 +21,7 @@ from sglang_diffkv.srt.models.scaling import configured_spans, reads_window
 from sglang_diffkv.srt.models.speculation import check_drafts, drafts_of, longest_row
 from sglang_diffkv.srt.startup import disaggregation, tree_pages
 from sglang_diffkv.srt.startup.draft_model import bytes_of_slot
-from sglang_diffkv.srt.startup.host_memory import host_memory
+from sglang_diffkv.srt.startup.host_memory import host_memory, ranks_here
 from sglang_diffkv.srt.startup.optional_parts import host_room
 from sglang_diffkv.srt.startup.validation import check_model, check_policy
 from sglang_diffkv.srt.tree.retracted import why_recomputed
@@ -112,7 +112,7 @@ def planned(configurator: Any, config: DiffKVConfig, draft_bytes: int) -> Memory
     check_kernels(config, plan, on_gpu=plan.gpu, dtype=model.dtype)
     obstacle = why_recomputed(configurator, config)
     if not obstacle or disaggregation.mode_of(view) == disaggregation.DECODE:
-        check_host_memory(config, getattr(view, "dp_size", 1) or 1)
+        check_host_memory(config, (getattr(view, "dp_size", 1) or 1) * ranks_here(view))
     disaggregation.check_room(view, plan, longest)
     return replace(plan, keeps_retracted=not obstacle, host_room=host_room(configurator))
 
@@ -121,7 +121,7 @@ def check_host_memory(config: DiffKVConfig, replicas: int) -> None:
     """Raise ConfigError if ``host_gib`` is more than there is."""
     asked, most = (config.host_gib or 0) * replicas, host_memory() / GIB
     if asked > most:
-        each = f" for each of {replicas} replicas" if replicas > 1 else ""
+        each = f" for each of {replicas} ranks and replicas" if replicas > 1 else ""
         raise ConfigError(f"host_gib is {config.host_gib:g}{each}, but the machine has {most:.1f} GiB: ask for less")
 
 

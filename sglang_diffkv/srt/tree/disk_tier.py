@@ -6,7 +6,7 @@ from there as all else does. So a request meets the disk only before it is admit
 
 How long it waits is SGLang's ``--hicache-storage-prefetch-policy``: until all is there (``wait_complete``), so long at
 most (``timeout``), or not at all (``best_effort``): then later requests have what was read. No policy waits longer than
-``LONGEST`` seconds for a disk that hangs.
+``LONGEST`` seconds for a disk that hangs, nor for a store that is known to hang.
 
 Each rank has objects of its own, and threads that read them. Before they schedule, ranks exchange what has arrived. A
 prefix is found as far as all of them have found it, and is there once it has arrived on all.
@@ -213,13 +213,13 @@ class DiskTier(NoDisk):
             return
         looking = [(x, x.lookup) for x in self._fetches if x.lookup is not None]
         loading, now = list(self._loadings.items()), time.monotonic()
-        done = [lookup.done for _, lookup in looking]
+        done, hangs = [lookup.done for _, lookup in looking], self.stored.folder.hangs
         asked, lengths, unread, bad, late = self.ranks.largest_of(
             [not there for there in done],
             [-len(lookup.found) * there for (_, lookup), there in zip(looking, done, strict=True)],
             [not x.load.done for _, x in loading],
             [not x.load.good for _, x in loading],
-            [now >= x.until for x in self._fetches],
+            [hangs or now >= x.until for x in self._fetches],
         )
         for fetch, past in zip(self._fetches, late, strict=True):
             fetch.late = bool(past)

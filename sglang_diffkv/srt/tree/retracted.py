@@ -16,16 +16,16 @@ import dataclasses
 import logging
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from sglang.srt.environ import envs
 from sglang.srt.mem_cache.base_prefix_cache import InsertParams, MatchPrefixParams
 
-from sglang_diffkv.config import DiffKVConfig
-from sglang_diffkv.mem_pool.saved_rows import SavedRow, SavedRows
-from sglang_diffkv.srt.models.speculation import drafts_of
+from sglang_diffkv.config import UNTRIED_ENV, DiffKVConfig
+from sglang_diffkv.mem_pool.saved_rows import Needed, SavedRow, SavedRows
+from sglang_diffkv.srt.models.speculation import algorithm_of, drafts_by_model
 from sglang_diffkv.srt.tree.old_weights import OldWeights
 from sglang_diffkv.srt.tree.parts import Restoring
 from sglang_diffkv.srt.tree.prefix_cache import DiffKVPrefixCache
@@ -45,12 +45,14 @@ def why_recomputed(configurator: Any, config: DiffKVConfig) -> str:
         return "they come back through the prefix cache, which is off"
     if envs.SGLANG_RADIX_FORCE_MISS.get():
         return "SGLANG_RADIX_FORCE_MISS keeps requests from finding anything in the prefix cache"
-    if args.tp_size > 1:
-        return "with several ranks each would have to find room for its part"
+    if args.tp_size > 1 and compat.untried_on_a_gpu(getattr(args, "device", None), "", ""):
+        return f"with several ranks they were not seen to come back on a GPU; {UNTRIED_ENV}=1 lets you try"
     if configurator.mambaish_config is not None:
         return "states of layers that do not attend are not kept with them"
-    if drafts_of(args):
-        return "with drafts the host does not know how much of them is stored"
+    if drafts_by_model(args):
+        return "what a draft model stores is not kept with them"
+    if algorithm_of(args) and compat.untried_on_a_gpu(getattr(args, "device", None), "", ""):
+        return f"with drafts they were not seen to come back on a GPU; {UNTRIED_ENV}=1 lets you try"
     if getattr(args, "strip_thinking_cache", False):
         return "--strip-thinking-cache keeps what they have generated out of the prefix cache"
     if getattr(args, "kv_canary", "none") != "none":
@@ -89,7 +91,7 @@ class Kept:
         space: the namespace of its node in the tree, None for that of its prompt. place: where its pages are, once
             restored.
         restored: tokens that the last restoration brought back. wanted: high-tier tokens for which it waits; None if it
-            was not refused.
+            was not refused. needed: what its tokens from a position on take, as far as somebody asked.
     """
 
     req: Any
@@ -98,6 +100,7 @@ class Kept:
     place: Place | None = None
     restored: int = 0
     wanted: float | None = None
+    needed: dict[int, Needed] = field(default_factory=dict)
 
     @property
     def alone(self) -> bool:
@@ -150,13 +153,12 @@ class Retracted(Restoring):
         if row is None or known <= 0 or self.old_weights.left or not compat.findable(req):
             return
         rows = self.manager.rows
+        if self.manager.drafts:  # of its last verifications the results are out
+            self.manager.know_committed(row, compat.committed_len(req))
         if row not in rows or rows.in_prompt(row) or rows.length(row) < known or row in self.manager.counts.faulted:
             return
         self.forget(req)
-        try:
-            saved = self.saved.save(row, known)
-        except torch.OutOfMemoryError:
-            saved = None
+        saved = self.saved.save(row, known)
         if saved is None:
             if not self.counts["no_host_memory"]:
                 logger.warning(
@@ -206,7 +208,7 @@ class Retracted(Restoring):
             self._evict(kept.place)  # what eviction left of it
             kept.place, usual = None, self.tree.match(params)
             lost = kept.saved.hi + 1 - self.tree.depth(usual.last_device_node)
-            if kept.saved.pages_from(0) > self.ledger.prompt_pages(lost):
+            if self._needed(kept, 0).pages > self.ledger.prompt_pages(lost):
                 return usual
             if not self._restore(kept, apart.key, self.tree.root_node, 0):
                 return None
@@ -216,15 +218,15 @@ class Retracted(Restoring):
         """Restore what follows the path to ``node``, which ends at ``at``; False, changing nothing in the tree but by
         eviction, if there is no room. Should the tree have another part of ``key`` by then, the request is computed
         again."""
-        tree, tokens, pages = self.tree, kept.saved.hi - at, kept.saved.pages_from(at)
+        tree, tokens, needed = self.tree, kept.saved.hi - at, self._needed(kept, at)
         tree.inc_lock_ref(node)
-        room = self._expected_to_fit(kept, pages) and self._make_room(kept, at, tokens, pages)
+        room = self._expected_to_fit(kept, needed.pages) and self._make_room(tokens, needed)
         if room and tree.depth(tree.find(MatchPrefixParams(key=key)).last_device_node) != at:
             tree.dec_lock_ref(node)
             self.give_up(kept.req)
             return False
         kv_slots = tree.token_to_kv_pool_allocator.alloc(tokens) if room else None
-        segment = self.saved.restore(kept.saved, at) if kv_slots is not None else None
+        segment = self.saved.restore(kept.saved, at, needed) if kv_slots is not None else None
         if kv_slots is not None and segment is None:
             tree.token_to_kv_pool_allocator.free(kv_slots)
         if kv_slots is not None and segment is not None:
@@ -235,7 +237,7 @@ class Retracted(Restoring):
             start = at if kept.place is None else min(at, kept.place.start)
             kept.place = Place(key, start, private=kept.space is not None)
         else:
-            kept.wanted = self._wanted(kept, pages)
+            kept.wanted = self._wanted(kept, needed.pages)
         tree.dec_lock_ref(node)
         return segment is not None
 
@@ -254,9 +256,15 @@ class Retracted(Restoring):
         growth = self.ledger.growth_of_all(self.expected())
         return self.ledger.available() + self.ledger.evictable() - growth >= self._wanted(kept, pages)
 
-    def _make_room(self, kept: Kept, at: int, tokens: int, pages: int) -> bool:
-        (needed,) = self.saved.needed([(kept.saved, at, None)])
-        return self.tree.make_room_to_restore(tokens, pages, needed.blocks)
+    def _needed(self, kept: Kept, at: int) -> Needed:
+        """What the tokens from a position on take, on the rank where they take most. A request that waits asks again
+        and again, so it is remembered: on all ranks alike, which ask alike."""
+        if at not in kept.needed:
+            (kept.needed[at],) = self.saved.needed([(kept.saved, at, None)])
+        return kept.needed[at]
+
+    def _make_room(self, tokens: int, needed: Needed) -> bool:
+        return self.tree.make_room_to_restore(tokens, needed.pages, needed.blocks)
 
     def waits_for_room(self, req: Any) -> float | None:
         kept = self.of(req)
@@ -374,6 +382,10 @@ class Retracted(Restoring):
 
     def reports(self) -> dict[str, dict[str, int]]:
         return {"retracted": self.report()}
+
+    def digest(self) -> Any:
+        held = [(kept.saved.hi, kept.saved.host_pages, kept.restored, kept.alone) for kept in self.kept.values()]
+        return held, self.saved.host.free, *self.counts.values()
 
     def check_integrity(self) -> None:
         """Raise AssertionError unless each saved row is that of one request."""

@@ -1,0 +1,172 @@
+"""Mooncake's store as a store of objects: ``--hicache-storage-backend mooncake``.
+
+SGLang's own class (``MooncakeStore``) reads the settings and connects, so options, variables and the file of settings
+mean what they mean there. Objects go past it to Mooncake's client, in batches of keys of our own. The values pass
+through memory that the client knows: 8 MiB for each thread that reads or writes.
+"""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Mapping, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from sglang_diffkv.errors import ConfigError
+from sglang_diffkv.files import shown
+from sglang_diffkv.mem_pool.object_values import BLOCK_BYTES
+from sglang_diffkv.srt.startup.storage_backend import STARTING_SECONDS, configuration, started, tried
+
+MASTER = "master_server_address"
+KNOWN = (
+    MASTER, "local_hostname", "metadata_server", "global_segment_size", "protocol", "device_name",
+    "master_metrics_port", "check_server", "tenant_id", "extra_backend_tag",
+)  # fmt: skip
+"""Of SGLang's extra configuration, what is served with Mooncake's store."""
+
+SERVER_STARTS = 620.0
+"""Seconds in which it has to be ready where ``check_server`` asks SGLang to wait for it: SGLang waits for 600."""
+PROBE_SECONDS = 5.0
+"""In which a master has to accept a connection. Mooncake's client would hold up the process for 90."""
+
+STORED, FULL = 0, -200
+THERE, MISSING, SHORT = 1, -704, -600
+"""Answers of Mooncake's client. ``SHORT``: the value has more bytes than there is room for."""
+
+
+class MooncakeValues:
+    """Mooncake's client as ``Values``.
+
+    Args:
+        backend: SGLang's MooncakeStore.
+    """
+
+    at_once, forgets = 8, True
+
+    def __init__(self, backend: Any):
+        self.backend, self.client = backend, backend.store
+        self._buffers, self._known = threading.local(), list[torch.Tensor]()
+
+    def put(self, keys: Sequence[str], values: Sequence[memoryview]) -> list[bool]:
+        """False: there is no room. Raises OSError for any other failure."""
+        places = self._places(list(map(len, values)))
+        for place, value in zip(places, values, strict=True):
+            place.copy_(torch.frombuffer(value, dtype=torch.uint8))
+        answers = self.client.batch_put_from(self._names(keys), *_addresses(places))
+        return [_known(answer, yes=(STORED,), no=(FULL,)) for answer in answers]
+
+    def fetch(self, keys: Sequence[str], targets: Sequence[memoryview]) -> list[bool]:
+        """False: it is not there, or has another size. Raises OSError for any other failure."""
+        places = self._places(list(map(len, targets)))
+        answers = self.client.batch_get_into(self._names(keys), *_addresses(places))
+        for place, target, answer in zip(places, targets, answers, strict=True):
+            if answer == len(target):
+                torch.frombuffer(target, dtype=torch.uint8).copy_(place)
+        sizes = zip(targets, answers, strict=True)
+        return [answer == len(target) or _known(answer, no=(MISSING, SHORT)) for target, answer in sizes]
+
+    def has(self, keys: Sequence[str]) -> list[bool]:
+        """Raises OSError if the store cannot say."""
+        answers = self.client.batch_is_exist(self._names(keys))
+        return [_known(answer, yes=(THERE,), no=(STORED, MISSING)) for answer in answers]
+
+    def forget(self, key: str) -> None:
+        """At once, whoever has read it just now."""
+        (name,) = self._names([key])
+        try:
+            self.client.remove(name, True)
+        except TypeError:  # an older client, which waits until the lease of who has read it ends
+            self.client.remove(name)
+
+    def _names(self, keys: Sequence[str]) -> list[str]:
+        return [str(key) for key in self.backend._tag_keys(list(keys))]
+
+    def _places(self, sizes: list[int]) -> Sequence[torch.Tensor]:
+        """Memory of this thread for so many values of these sizes, which the client knows. It lives as long as the
+        client does."""
+        if not hasattr(self._buffers, "own"):
+            buffer = torch.empty(self.at_once * BLOCK_BYTES, dtype=torch.uint8)
+            self._known.append(buffer)
+            self.backend.register_buffer(buffer)
+            self._buffers.own = buffer
+        own: torch.Tensor = self._buffers.own
+        return own[: sum(sizes)].split(sizes)
+
+
+def _addresses(places: Sequence[torch.Tensor]) -> tuple[list[int], list[int]]:
+    return [place.data_ptr() for place in places], [len(place) for place in places]
+
+
+def _known(answer: int, *, yes: Sequence[int] = (), no: Sequence[int] = ()) -> bool:
+    """Raises OSError for an answer that is none of both. A size is no."""
+    if answer in yes:
+        return True
+    if answer in no or answer > 0:
+        return False
+    raise OSError(5, f"Mooncake's client answers {answer}")
+
+
+def settings(extra: Mapping[str, Any]) -> Any:
+    """SGLang's MooncakeStoreConfig: of the extra configuration if it names a master, else of a file, else of the
+    environment. Raises ConfigError, also for what is not served."""
+    from sglang.srt.mem_cache.storage.mooncake_store.mooncake_store import MooncakeBaseStore
+
+    try:
+        found = MooncakeBaseStore()._load_config(SimpleNamespace(extra_config=dict(extra)))
+    except Exception as error:
+        raise ConfigError(f"its settings cannot be read: {error}") from None
+    if not found.master_server_address:
+        raise ConfigError(f"no master is named: set MOONCAKE_MASTER, or {MASTER} in the extra configuration")
+    for name in ("standalone_storage", "enable_ssd_offload"):
+        if getattr(found, name):
+            raise ConfigError(f"{name} is not served: leave it out, and give it to a store service of Mooncake's")
+    if found.global_segment_size < 0:
+        raise ConfigError(f"global_segment_size is {shown(found.global_segment_size)}: give bytes, 0 or more")
+    return found
+
+
+def check(extra: Mapping[str, Any]) -> None:
+    """Raise ConfigError unless the package can be imported, the settings can be read, and the master accepts
+    connections."""
+    found = settings(extra)
+    try:
+        import mooncake.store  # noqa: F401
+    except ImportError as error:
+        raise ConfigError(
+            f"Mooncake's package cannot be imported ({error}): pip install mooncake-transfer-engine"
+        ) from None
+    if not found.check_server:
+        _probe(str(found.master_server_address))
+
+
+def _probe(master: str) -> None:
+    host, _, port = master.rpartition(":")
+    if "://" in master or not host or not port.isdecimal():
+        return  # several masters behind another service
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), PROBE_SECONDS).close()
+    except (OSError, OverflowError) as error:
+        raise ConfigError(f"its master at {shown(master)} does not answer ({error}): start it first") from None
+
+
+def segment_bytes(extra: Mapping[str, Any]) -> int:
+    """Host memory that a server gives to the store, all of its ranks together. Raises ConfigError."""
+    return int(settings(extra).global_segment_size)
+
+
+def connect(extra: Mapping[str, Any], *, rank: int, ranks: int) -> MooncakeValues:
+    """A client, which has shown that the store gives back what it was given. Raises ConfigError."""
+    check(extra)
+    seconds = SERVER_STARTS if settings(extra).check_server else STARTING_SECONDS
+
+    def make() -> MooncakeValues:
+        from sglang.srt.mem_cache.storage.mooncake_store.mooncake_store import MooncakeStore
+
+        values = MooncakeValues(MooncakeStore(configuration(extra, rank=rank, ranks=ranks)))
+        tried(values)
+        return values
+
+    return started("Mooncake's store", make, seconds)
