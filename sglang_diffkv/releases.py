@@ -50,6 +50,7 @@ class Release:
         declared_arguments: arguments stay as the user gave them; what SGLang decides is declared beside them.
         whole_replies: admission counts replies that ignore their end at their full length.
         queues_preempted: a pass that admits nobody queues the requests it preempted.
+        draft_states_on_cpu: a CPU has room for the states behind drafts.
         states_need_cp_sharing: the shape of states depends on ``enable_cp_tp_group_sharing``.
         tree_when_off: a disabled prefix cache is a tree object that holds nothing.
         mixed_starts_wrong: a pass over prompts takes it for granted that what decodes in it was in the pass before.
@@ -71,6 +72,7 @@ class Release:
     declared_arguments: bool = False
     whole_replies: bool = False
     queues_preempted: bool = False
+    draft_states_on_cpu: bool = False
     states_need_cp_sharing: bool = False
     tree_when_off: bool = False
     mixed_starts_wrong: bool = True
@@ -236,6 +238,7 @@ _21 = replace(
     tree="V21",
     row_on_request=False,
     declared_arguments=True,
+    draft_states_on_cpu=True,
     mixed_starts_wrong=False,
     abort_from_request=True,
     release_needs_arguments=False,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -77,7 +78,11 @@ def test_which_drafts_beside_states_are_served(alone: bool, monkeypatch: pytest.
     hybrid = _hybrid()
     hybrid.device, hybrid.model_config = "cpu", SimpleNamespace(hf_text_config=None)
     args = hybrid.server_args = SimpleNamespace(disable_radix_cache=alone, chunked_prefill_size=64, page_size=1)
+    older = replace(compat.installed(), draft_states_on_cpu=False)
     for args.speculative_algorithm in ("NGRAM", "NEXTN"):
+        monkeypatch.setattr(compat, "installed", lambda: older)
+        assert "install a later SGLang" in next(hybrid_problems(hybrid))
+        monkeypatch.setattr(compat, "installed", lambda: replace(older, draft_states_on_cpu=True))
         assert not list(hybrid_problems(hybrid)), "chains"
     args.speculative_algorithm, args.speculative_ngram_max_bfs_breadth = "NGRAM", 10
     (trees,) = hybrid_problems(hybrid)

@@ -26,9 +26,9 @@ from tests.servers.hybrid_models import (
     Hybrid,
     abort_some,
     accepted,
+    drafts_run,
     foreseeing,
     load,
-    n_grams_compile,
 )
 from tests.servers.identity import check_tokens, first_difference
 from tests.servers.shared import SharedServer, check_idle, stats_of, tokens
@@ -63,7 +63,7 @@ def _ask_stock(hybrid: Hybrid, shared_server: SharedServer) -> list[Record]:
 
 
 @pytest.mark.parametrize(
-    "drafts", [(), pytest.param(NGRAMS, marks=n_grams_compile), OWN_DRAFTS], ids=["", "n-grams", "own"]
+    "drafts", [(), *(pytest.param(x, marks=drafts_run) for x in (NGRAMS, OWN_DRAFTS))], ids=["", "n-grams", "own"]
 )
 def test_lossless_gives_the_tokens_of_transformers(
     drafts: tuple[str, ...], hybrid_of: Callable[[str], Hybrid], server_of: Callable[..., Server]

@@ -25,9 +25,9 @@ from tests.servers.hybrid_models import (
     Hybrid,
     abort_some,
     accepted,
+    drafts_run,
     foreseeing,
     load,
-    n_grams_compile,
 )
 from tests.servers.identity import check_tokens
 from tests.servers.shared import SharedServer, check_idle, stats_of, tokens
@@ -114,8 +114,9 @@ def test_lossless_gives_the_tokens_of_a_server_without_a_prefix_cache(
     check_idle(server)
 
 
+@drafts_run
 @pytest.mark.full
-@pytest.mark.parametrize("drafts", [pytest.param(NGRAMS, marks=n_grams_compile), OWN_DRAFTS], ids=["n-grams", "own"])
+@pytest.mark.parametrize("drafts", [NGRAMS, OWN_DRAFTS], ids=["n-grams", "own"])
 def test_lossless_with_drafts_gives_the_tokens_without(
     drafts: tuple[str, ...], alone: Any, hybrid_of: Callable[[str], Hybrid], server_of: Callable[..., Server]
 ) -> None:
@@ -195,7 +196,9 @@ REPLIES = [160] * len(MANY)
 
 @pytest.mark.full
 @pytest.mark.parametrize(
-    ("config", "drafts"), [(LOSSLESS, ()), (TIERS, ()), (LOSSLESS, OWN_DRAFTS)], ids=["lossless", "tiers", "drafts"]
+    ("config", "drafts"),
+    [(LOSSLESS, ()), (TIERS, ()), pytest.param(LOSSLESS, OWN_DRAFTS, marks=drafts_run)],
+    ids=["lossless", "tiers", "drafts"],
 )
 def test_a_full_pool_of_pages_retracts_and_loses_no_state(
     config: dict[str, Any], drafts: Sequence[str], hybrid_of: Callable[[str], Hybrid], server_of: Callable[..., Server]

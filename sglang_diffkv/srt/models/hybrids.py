@@ -79,6 +79,11 @@ def _with_drafts(configurator: Any, args: Any) -> Iterator[str]:
             "trees of drafts beside layers with states, of which SGLang keeps those behind the drafts of a chain; add "
             + (MODEL_CHAIN if drafts_by_model(args) else CHAIN)
         )
+    if configurator.device == "cpu" and not compat.installed().draft_states_on_cpu:
+        yield (
+            "drafts beside layers with states on a CPU, where this SGLang has no room for the states behind drafts; "
+            "drop --speculative-algorithm, or install a later SGLang"
+        )
     if compat.sglang_version() not in DRAFTS_GPU_VERSIONS:
         what = f"drafts beside layers with states, of SGLang {compat.sglang_version()},"
         yield from compat.untried_on_a_gpu(configurator.device, what, "drop --speculative-algorithm")
