@@ -230,10 +230,13 @@ def test_tiers_serve_and_share(kind: str, hybrid_of: Callable[[str], Hybrid], se
 
 
 @pytest.mark.full
-def test_two_ranks_keep_the_same_states(hybrid_of: Callable[[str], Hybrid], server_of: Callable[..., Server]) -> None:
+@pytest.mark.parametrize("drafts", [(), pytest.param(OWN_DRAFTS, marks=drafts_run)], ids=["", "drafts"])
+def test_two_ranks_keep_the_same_states(
+    drafts: tuple[str, ...], hybrid_of: Callable[[str], Hybrid], server_of: Callable[..., Server]
+) -> None:
     """Each has half of the states, and they find the same prefixes or part."""
-    hybrid = hybrid_of("qwen3_next")
-    args = (*SHARED, "--tp-size", "2")
+    hybrid = hybrid_of("foreseeing" if drafts else "qwen3_next")
+    args = (*SHARED, "--tp-size", "2", *drafts)
     env = {**hybrid.env, "SGLANG_CPU_OMP_THREADS_BIND": "0|0"}
     server = Hybrid(hybrid.model, hybrid.args, env, hybrid.plugin).serve(server_of, args, TIERS)
     for concurrency in (1, RUNNING):
