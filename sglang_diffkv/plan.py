@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
@@ -52,15 +53,22 @@ class StateRoom(NamedTuple):
     most: int
 
 
-def state_room(budget: int, size: int, ratio: float, asked: int | None = None, *, shared: bool = True) -> StateRoom:
+def state_room(
+    budget: int, size: int, ratio: float, asked: int | None = None, *, shared: bool = True, drafts: int = 0,
+    running: int | None = None,
+) -> StateRoom:  # fmt: skip
     """What SGLang sets aside for states out of ``budget`` bytes.
 
     Args:
         size: bytes of a request's states. ratio: of all states to keys and values (``--mamba-full-memory-ratio``).
         asked: slots that the user names. shared: whether there is a prefix cache, which holds states too.
+        drafts: of a pass; there is room for a state behind each of them, of up to ``running`` requests.
     """
-    slots = asked or int(budget * ratio / (1 + ratio) / size) - 1
-    return StateRoom(slots, (slots + 1) * size, slots // SLOTS_A_REQUEST if shared else slots)
+    each, part = SLOTS_A_REQUEST if shared else 1, budget * ratio / (1 + ratio)
+    slots = asked or math.floor((part - size * (1 + drafts)) / (size * (1 + drafts / each)))
+    most = slots // each
+    behind = (min(most, running or most) + 1) * drafts
+    return StateRoom(slots, (slots + 1 + behind) * size, most)
 
 
 class HostRoom(Protocol):

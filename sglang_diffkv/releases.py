@@ -42,7 +42,7 @@ class Release:
     Attributes:
         on_cpu, on_gpu: the packages with which it was tested there; None: not tested there, so refused.
         seen_on_gpu: of what is refused on GPUs elsewhere, what was compared with stock there: ``drafts``, ``trees of a
-            model's drafts``, ``states``, ``prefill graphs``.
+            model's drafts``, ``states``, ``drafts beside states``, ``prefill graphs``.
         targets: hooks whose target differs from ``TARGETS``. classes: classes that are not where ``CLASSES`` says.
         tree: the prefix cache's insertion methods, a class of ``srt/tree/sglang_methods.py``.
         row_on_request: a request has its row and lengths itself, and not in ``req.kv``.
@@ -50,6 +50,7 @@ class Release:
         declared_arguments: arguments stay as the user gave them; what SGLang decides is declared beside them.
         whole_replies: admission counts replies that ignore their end at their full length.
         queues_preempted: a pass that admits nobody queues the requests it preempted.
+        draft_states_on_cpu: a CPU has room for the states behind drafts.
         states_need_cp_sharing: the shape of states depends on ``enable_cp_tp_group_sharing``.
         tree_when_off: a disabled prefix cache is a tree object that holds nothing.
         mixed_starts_wrong: a pass over prompts takes it for granted that what decodes in it was in the pass before.
@@ -71,6 +72,7 @@ class Release:
     declared_arguments: bool = False
     whole_replies: bool = False
     queues_preempted: bool = False
+    draft_states_on_cpu: bool = False
     states_need_cp_sharing: bool = False
     tree_when_off: bool = False
     mixed_starts_wrong: bool = True
@@ -240,6 +242,7 @@ _21 = replace(
     tree="V21",
     row_on_request=False,
     declared_arguments=True,
+    draft_states_on_cpu=True,
     mixed_starts_wrong=False,
     abort_from_request=True,
     release_needs_arguments=False,

@@ -172,6 +172,20 @@ def _with_states(kind: str, about: str, *, gpu: bool = False, backend: str = "",
     return Kind(about, servers, make, random=True, gpu=gpu)
 
 
+def _states_and_drafts(folder: Path) -> list[Asked]:
+    """Servers with drafts of the model's own layer, and by n-grams, that go on from kept states."""
+    own = tuple(shlex.split(f"{draft_args('NEXTN', str(folder), 3)} {OFTEN}"))
+    by_ngrams, cached = shlex.split(draft_args("NGRAM", "", 4)), STATES[1:]
+    found = [_stock(STOCK, *STATES, sizes=(1, BATCH)), _ours("diffkv", *STATES, *own)]
+    if has_gpu():  # on a CPU stock does not draft
+        eager = STAGES["eager"].split()
+        found += [_stock("stock, drafts", *STATES, *own), replace(_ours("eager", *cached, *own, *eager), askings=3)]
+    found.append(replace(_ours("prefix cache", *cached, *own), askings=3))
+    found.append(replace(_ours("n-grams, prefix cache", *cached, *by_ngrams), askings=3))
+    found.append(replace(_ours("default tiers", *cached, *own, config=DEFAULT, env=CHECKED), askings=3))
+    return [replace(x, env={**x.env, **({} if has_gpu() else INTERPRETED)}) for x in found]
+
+
 def _sliding(make: Callable[[Path], None], about: str, *, gpu: bool = False) -> Kind:
     return Kind(about, lambda folder: [*_chunked(), *_control("fa3")], make, random=True, gpu=gpu)
 
@@ -217,6 +231,12 @@ KINDS = {
         random=True,
     ),
     "qwen3_next": _with_states("qwen3_next", "Qwen3-Next: linear attention, experts", control="flashinfer"),
+    "qwen3_next_drafts": Kind(
+        "Qwen3-Next with drafts of its own layer, and by n-grams",
+        _states_and_drafts,
+        lambda folder: random_hybrids.make_qwen3_next(folder, large=has_gpu(), foreseen=True),
+        random=True,
+    ),
     "qwen3_5": _with_states("qwen3_5", "Qwen3.5's language part", gpu=True, control="flashinfer"),
     "falcon_h1": _with_states("falcon_h1", "Falcon-H1: a state space", gpu=True),
     "lfm2": _with_states("lfm2", "LFM2: short convolutions", gpu=True, backend="flashinfer" if has_gpu() else ""),
@@ -418,7 +438,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parse_args(argv)
     if args.list:
         for name, kind in KINDS.items():
-            print(f"{name:12} {kind.about}{' (on a GPU)' if kind.gpu else ''}")
+            print(f"{name:18} {kind.about}{' (on a GPU)' if kind.gpu else ''}")
         return 0
     args.output.mkdir(parents=True, exist_ok=True)
     stop_servers_on_sigterm()

@@ -22,6 +22,8 @@ from benchmarks.paths import NANO
 
 GAIN = 4.0
 """Of matrices, so that attention is peaked and logits are apart."""
+FORESEEN = 100.0
+"""Of embeddings, where about every third token follows from the one before it alone."""
 
 
 def _sizes(large: bool) -> dict[str, Any]:
@@ -47,8 +49,11 @@ def _delta_rule(large: bool) -> dict[str, int]:
     }  # fmt: skip
 
 
-def make_qwen3_next(folder: Path, *, large: bool = False) -> None:
-    """Gated delta rule and gated attention with heads of 256, of which a quarter is rotated by position; experts."""
+def make_qwen3_next(folder: Path, *, large: bool = False, foreseen: bool = False) -> None:
+    """Gated delta rule and gated attention with heads of 256, of which a quarter is rotated by position; experts.
+
+    ``foreseen``: its layer for the token after the next is often right, as a trained one is.
+    """
     from transformers import Qwen3NextConfig, Qwen3NextForCausalLM
 
     kinds = _kinds(large, "linear_attention")
@@ -62,11 +67,12 @@ def make_qwen3_next(folder: Path, *, large: bool = False) -> None:
     )
     save_random(folder, Qwen3NextForCausalLM, config)
     _add_interval(folder, len(kinds) // 2)
-    _add_prediction_layer(folder, config.hidden_size, kinds.index("full_attention"))
+    _add_prediction_layer(folder, config.hidden_size, kinds.index("full_attention"), foreseen=foreseen)
 
 
-def _add_prediction_layer(folder: Path, hidden: int, layer: int) -> None:
-    """A layer for the token after the next, which transformers leaves out: a copy of an attending ``layer``."""
+def _add_prediction_layer(folder: Path, hidden: int, layer: int, *, foreseen: bool) -> None:
+    """A layer for the token after the next, which transformers leaves out: a copy of an attending ``layer``. To have
+    tokens ``foreseen`` it adds nothing, and embeddings outweigh what other layers add."""
     path = folder / "model.safetensors"
     tensors = load_file(path)
     own, generator = f"model.layers.{layer}.", torch.Generator().manual_seed(1)
@@ -74,6 +80,10 @@ def _add_prediction_layer(folder: Path, hidden: int, layer: int) -> None:
     ahead["mtp.fc.weight"] = (torch.randn(hidden, 2 * hidden, generator=generator) / hidden**0.5).to(torch.bfloat16)
     norms = ("mtp.pre_fc_norm_embedding.weight", "mtp.pre_fc_norm_hidden.weight", "mtp.norm.weight")
     ahead |= {name: torch.zeros(hidden, dtype=torch.bfloat16) for name in norms}
+    if foreseen:
+        tensors["model.embed_tokens.weight"] = FORESEEN * tensors["model.embed_tokens.weight"]
+        ahead["mtp.fc.weight"] = torch.eye(hidden, 2 * hidden, dtype=torch.bfloat16)
+        ahead |= {name: torch.zeros_like(x) for name, x in ahead.items() if ".o_proj." in name or "down_proj" in name}
     save_file(tensors | ahead, path, metadata={"format": "pt"})
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 
@@ -31,6 +32,7 @@ class RequestRows:
 
     def __init__(self) -> None:
         self._rows: dict[int, RequestRow] = {}
+        self._looked_at = 0  # tokens that the verification adds at most whose results are being looked at
 
     def __contains__(self, row: int) -> bool:
         return row in self._rows
@@ -82,6 +84,21 @@ class RequestRows:
     def verify(self, row: int, drafts: int) -> None:
         """The planned pass adds those of ``drafts`` tokens that it accepts."""
         self._rows[row].unverified += drafts
+
+    @contextmanager
+    def looking_at(self, drafts: int) -> Iterator[None]:
+        """Inside, SGLang looks at the results of a verification that adds up to ``drafts`` tokens to each of its rows;
+        0 for those of another pass."""
+        self._looked_at = drafts
+        try:
+            yield
+        finally:
+            self._looked_at = 0
+
+    def up_to_date(self, row: int) -> bool:
+        """Whether the device has no more of the row than the host knows by the results that it has seen or is looking
+        at. A verification that is planned already may add tokens."""
+        return row not in self._rows or self._rows[row].unverified == self._looked_at
 
     def accepted(self, row: int, length: int, drafts: int = 0) -> None:
         """The row has ``length`` tokens, and the result of a verification of ``drafts`` is known."""

@@ -22,7 +22,7 @@ from sglang_diffkv.plan import CONTEXT_SLACK, planned_request_rows, state_room
 from sglang_diffkv.srt.models import kv_scales
 from sglang_diffkv.srt.models.hybrids import describe_layers, paged_layers
 from sglang_diffkv.srt.models.scaling import configured_spans
-from sglang_diffkv.srt.models.speculation import draft_room
+from sglang_diffkv.srt.models.speculation import draft_room, drafts_of
 from sglang_diffkv.srt.startup import own_choice
 from sglang_diffkv.srt.startup.draft_model import bytes_of_slot
 from sglang_diffkv.srt.startup.optional_parts import PARTS
@@ -377,8 +377,10 @@ def _without_states(findings: Findings, configurator: Any, budget: int) -> tuple
     view, size = configurator.server_args, configurator.states.mamba_cache_per_req
     ratio, alone = view.mamba_full_memory_ratio, view.disable_radix_cache
     asked = view.max_mamba_cache_size or (view.max_running_requests if alone else None)
-    slots, taken, most = state_room(budget, size, ratio, asked, shared=not alone)
+    drafts, running = drafts_of(view), view.max_running_requests
+    slots, taken, most = state_room(budget, size, ratio, asked, shared=not alone, drafts=drafts, running=running)
     owners = f"{slots:,} requests" if alone else f"{slots:,}, of {most:,} requests and of the prefix cache"
-    text = f"{owners}, {taken / GIB:.2f} GiB of {budget / GIB:g}: not compressed"
+    behind = " with those behind drafts" if drafts else ""
+    text = f"{owners}, {taken / GIB:.2f} GiB of {budget / GIB:g}{behind}: not compressed"
     findings.add("states", text, taken, key="memory.states_bytes")
     return budget - taken, most

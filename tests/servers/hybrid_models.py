@@ -9,12 +9,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import pytest
 import requests
 
 from benchmarks.quality.random_hybrids import make_lfm2, make_qwen3_5, make_qwen3_next
 from sglang_diffkv.evaluate import client
 from sglang_diffkv.evaluate.client import Record
 from sglang_diffkv.evaluate.server import Server
+from sglang_diffkv.srt.models.speculation import CHAIN, MODEL_CHAIN
+from sglang_diffkv.srt.versions.compat import installed
 from tests.servers.second_plugin import install
 from tests.servers.shared import STRICT
 
@@ -75,7 +78,30 @@ def _lfm2(folder: Path) -> Hybrid:
     return Hybrid(folder, ("--dtype", "float16"), {**INTERPRETED, "SGLANG_MAMBA_CONV_DTYPE": "float16"})
 
 
+def foreseeing(folder: Path) -> Hybrid:
+    """A Qwen3-Next whose own drafts are often right."""
+    make_qwen3_next(folder, foreseen=True)
+    return Hybrid(folder, env=INTERPRETED)
+
+
+OWN_DRAFTS = ("--speculative-algorithm", "NEXTN", "--decode-log-interval", "2", *MODEL_CHAIN.split())
+"""Drafts of the model's layer for the token after the next."""
+NGRAMS = (
+    *["--speculative-algorithm", "NGRAM", "--speculative-num-draft-tokens", "5", "--decode-log-interval", "2"],
+    *CHAIN.split(),
+)
+
 KINDS = {"qwen3_next": _qwen3_next, "qwen3_5": _qwen3_5, "lfm2": _lfm2}
+
+
+drafts_run = pytest.mark.skipif(
+    not installed().draft_states_on_cpu, reason="this SGLang has no room for states behind drafts on a CPU"
+)
+
+
+def accepted(server: Server) -> float:
+    """Tokens of a pass over drafts, lately."""
+    return float(server.server_info()["internal_states"][0]["avg_spec_accept_length"])
 
 
 def load(server: Server, prompts: Sequence[list[int]], replies: Sequence[int]) -> list[Record]:

@@ -85,6 +85,11 @@ def test_what_states_take_is_refused_where_it_has_no_copies() -> None:
         host_memory.host_tier(found)
     found.mambaish_config.short_conv_layer_ids = []
     assert host_memory.host_tier(found) is not None
+    found.server_args.speculative_algorithm = "NEXTN"
+    with pytest.raises(UnsupportedError, match=r"with states beside a draft model: .* NGRAM"):
+        host_memory.host_tier(found)
+    found.server_args.speculative_algorithm = "NGRAM"
+    assert host_memory.host_tier(found) is not None
     found.server_args.hicache_storage_backend = "file"
     with pytest.raises(UnsupportedError, match=r"for a model with states, .* drop --hicache-storage-backend"):
         host_memory.host_tier(found)
@@ -151,11 +156,11 @@ def test_what_was_asked_for_is_known_in_the_processes_of_a_server() -> None:
 
 
 def test_states_and_draft_models_are_refused_on_a_gpu_where_they_did_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(host_memory, "drafts_by_model", lambda view: True)
     monkeypatch.setattr(host_memory.disk_store, "check_model", lambda *_: None)
 
     def drafts(device: str) -> list[str]:
-        return [x for x in host_memory.problems(asked(device=device), load_config()) if "with a draft model" in x]
+        args = asked(device=device, speculative_algorithm="EAGLE")
+        return [x for x in host_memory.problems(args, load_config()) if "with a draft model" in x]
 
     for device, refused in (("cuda", True), ("cpu", False)):
         found = drafts(device)

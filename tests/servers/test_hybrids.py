@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -72,29 +73,26 @@ def test_states_go_back_to_the_last_draft_that_was_accepted() -> None:
 
 
 @pytest.mark.parametrize("alone", [True, False])
-def test_drafts_beside_states_need_no_prefix_cache(alone: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_which_drafts_beside_states_are_served(alone: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(UNTRIED_ENV, raising=False)
     hybrid = _hybrid()
-    hybrid.model_config = SimpleNamespace(hf_text_config=None)
-    hybrid.server_args = SimpleNamespace(
-        disable_radix_cache=alone, chunked_prefill_size=64, speculative_algorithm="NGRAM", page_size=1
-    )
-    hybrid.device = "cpu"
-    found = list(hybrid_problems(hybrid))
-    assert not found if alone else "add --disable-radix-cache" in found[0]
-    if alone:
-        hybrid.server_args.speculative_algorithm = "NEXTN"
-        assert "use NGRAM" in next(hybrid_problems(hybrid))
-        hybrid.server_args.speculative_algorithm = "NGRAM"
-        hybrid.server_args.speculative_ngram_max_bfs_breadth = 10
-        (trees,) = hybrid_problems(hybrid)
-        assert "trees of drafts beside layers with states" in trees and "max-bfs-breadth 1" in trees
-        hybrid.server_args.speculative_ngram_max_bfs_breadth = 1
-        hybrid.mambaish_config = SimpleNamespace(full_attention_layer_ids=[3, 7])
-        (other,) = hybrid_problems(hybrid)
-        assert "states other than those of a gated delta rule" in other
+    hybrid.device, hybrid.model_config = "cpu", SimpleNamespace(hf_text_config=None)
+    args = hybrid.server_args = SimpleNamespace(disable_radix_cache=alone, chunked_prefill_size=64, page_size=1)
+    older = replace(compat.installed(), draft_states_on_cpu=False)
+    for args.speculative_algorithm in ("NGRAM", "NEXTN"):
+        monkeypatch.setattr(compat, "installed", lambda: older)
+        assert "install a later SGLang" in next(hybrid_problems(hybrid))
+        monkeypatch.setattr(compat, "installed", lambda: replace(older, draft_states_on_cpu=True))
+        assert not list(hybrid_problems(hybrid)), "chains"
+    args.speculative_algorithm, args.speculative_ngram_max_bfs_breadth = "NGRAM", 10
+    (trees,) = hybrid_problems(hybrid)
+    assert "trees of drafts beside layers with states" in trees and "max-bfs-breadth 1" in trees
+    args.speculative_ngram_max_bfs_breadth = 1
     hybrid.device = "cuda"
-    assert any("drafts beside layers with states on a GPU" in x for x in hybrid_problems(hybrid))
+    assert any("drafts beside layers with states, of SGLang" in x for x in hybrid_problems(hybrid))
+    hybrid.device, hybrid.mambaish_config = "cpu", SimpleNamespace(full_attention_layer_ids=[3, 7])
+    (other,) = hybrid_problems(hybrid)
+    assert "states other than those of a gated delta rule" in other
 
 
 def test_pages_and_attention_are_in_the_same_layers() -> None:
@@ -176,6 +174,11 @@ def test_the_plan_leaves_room_for_states() -> None:
             findings = Findings()
             assert _without_states(findings, hybrid, 300 * MIB) == (300 * MIB - (slots + 1) * MIB, most)
             assert findings.items[0].value == (slots + 1) * states.mamba_cache_per_req
+    drafting = {"max_running_requests": 48, "speculative_algorithm": "NGRAM", "speculative_num_draft_tokens": 4}
+    for alone, slots, most, behind in ((True, 48, 48, 49), (False, 40, 13, 14)):
+        hybrid.server_args = SimpleNamespace(disable_radix_cache=alone, **{**asked, **drafting})
+        left = 300 * MIB - (slots + 1 + 4 * behind) * MIB
+        assert _without_states(Findings(), hybrid, 300 * MIB) == (left, most), "a state behind each draft"
     hybrid.states = None
     assert _without_states(Findings(), hybrid, 300) == (300, None)
 

@@ -16,7 +16,7 @@ from sglang_diffkv.evaluate.prompts import chat_ids, load_tokenizer
 from sglang_diffkv.evaluate.server import Server, stock_backend
 from sglang_diffkv.srt.models.speculation import CHAIN
 from sglang_diffkv.srt.tree.host_tier import SELECTIVE, WRITE_BACK, WRITE_THROUGH
-from tests.servers.hybrid_models import KINDS
+from tests.servers.hybrid_models import KINDS, drafts_run, foreseeing
 from tests.servers.identity import check_tokens
 from tests.servers.shared import STRICT, check_idle, stats_of, tokens
 
@@ -139,13 +139,21 @@ def test_a_reply_is_that_of_a_prefix_that_was_never_lost(
     assert counts(server)["no_host_memory"] == 0
 
 
-@pytest.mark.parametrize("policy", [WRITE_BACK, pytest.param(WRITE_THROUGH, marks=pytest.mark.full)])
+@pytest.mark.parametrize(
+    ("policy", "drafts"),
+    [
+        (WRITE_BACK, ()),
+        pytest.param(WRITE_THROUGH, (), marks=pytest.mark.full),
+        pytest.param(WRITE_BACK, NGRAMS, marks=[drafts_run, pytest.mark.full]),
+    ],
+    ids=["write back", "write through", "n-grams"],
+)
 def test_states_come_back_with_their_prefixes(
-    policy: str, tmp_path_factory: pytest.TempPathFactory, server_of: Callable[..., Server]
+    policy: str, drafts: tuple[str, ...], tmp_path_factory: pytest.TempPathFactory, server_of: Callable[..., Server]
 ) -> None:
     """Of a model with states, which has few slots for them: replies are those that were computed whole."""
-    hybrid = KINDS["lfm2"](tmp_path_factory.mktemp("lfm2"))
-    few = ("--chunked-prefill-size", "128", "--max-mamba-cache-size", "6", "--max-running-requests", "2")
+    hybrid = (foreseeing if drafts else KINDS["lfm2"])(tmp_path_factory.mktemp("hybrid"))
+    few = ("--chunked-prefill-size", "128", "--max-mamba-cache-size", "6", "--max-running-requests", "2", *drafts)
     server = hybrid.serve(server_of, (*tier(policy), *few), LOSSLESS)
     chats = [tokens(length, seed) for seed, length in enumerate((160, 100))]
     turns = [[*chat, *tokens(20, 30)] for chat in chats]

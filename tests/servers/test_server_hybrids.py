@@ -19,11 +19,19 @@ from sglang_diffkv.evaluate import client
 from sglang_diffkv.evaluate.client import Record
 from sglang_diffkv.evaluate.server import Server, stock_backend
 from sglang_diffkv.key_means import write_key_means
-from sglang_diffkv.srt.models.speculation import CHAIN
-from sglang_diffkv.srt.versions.compat import sglang_version
-from tests.servers.hybrid_models import KINDS, Hybrid, abort_some, load
+from tests.servers.hybrid_models import (
+    KINDS,
+    NGRAMS,
+    OWN_DRAFTS,
+    Hybrid,
+    abort_some,
+    accepted,
+    drafts_run,
+    foreseeing,
+    load,
+)
 from tests.servers.identity import check_tokens, first_difference
-from tests.servers.shared import STRICT, SharedServer, check_idle, stats_of, tokens
+from tests.servers.shared import SharedServer, check_idle, stats_of, tokens
 
 pytestmark = pytest.mark.server
 
@@ -32,18 +40,17 @@ SLOTS = 4
 """Requests that may run, and state slots."""
 ARGS = ("--disable-radix-cache", "--max-mamba-cache-size", str(SLOTS), "--max-total-tokens", "6000")
 CHUNKED = (*ARGS, "--chunked-prefill-size", "64")
+SHARED = ("--max-mamba-cache-size", str(3 * SLOTS), "--max-total-tokens", "6000", "--chunked-prefill-size", "64")
+"""With a prefix cache."""
 PROMPTS = [tokens(length, seed) for seed, length in enumerate((30, 70, 150, 300))]
-NGRAMS = (
-    *["--speculative-algorithm", "NGRAM", "--speculative-num-draft-tokens", "5", "--decode-log-interval", "2"],
-    *CHAIN.split(),
-)
 PAGED = 2
 """Layers of the models here that attend; two others have states."""
 
 
 @pytest.fixture(scope="module")
 def hybrid_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Hybrid]:
-    return cache(lambda kind: KINDS[kind](tmp_path_factory.mktemp(kind)))
+    kinds = {**KINDS, "foreseeing": foreseeing}
+    return cache(lambda kind: kinds[kind](tmp_path_factory.mktemp(kind)))
 
 
 def _ask(server: Server, concurrency: int = 1, prompts: Sequence[list[int]] = PROMPTS) -> list[Record]:
@@ -55,29 +62,28 @@ def _ask_stock(hybrid: Hybrid, shared_server: SharedServer) -> list[Record]:
     return _ask(shared_server.get(stock_backend(), args, model=hybrid.model, env=hybrid.stock_env))
 
 
-n_grams_compile = pytest.mark.skipif(
-    sglang_version() == "0.5.17",
-    reason="the C++ of SGLang 0.5.17's n-grams misses an include that some compilers need",
+@pytest.mark.parametrize(
+    "drafts", [(), *(pytest.param(x, marks=drafts_run) for x in (NGRAMS, OWN_DRAFTS))], ids=["", "n-grams", "own"]
 )
-
-
-@pytest.mark.parametrize("drafts", [(), pytest.param(NGRAMS, marks=n_grams_compile)], ids=["", "n-grams"])
 def test_lossless_gives_the_tokens_of_transformers(
     drafts: tuple[str, ...], hybrid_of: Callable[[str], Hybrid], server_of: Callable[..., Server]
 ) -> None:
     """Over chunks and in a batch, with all that SGLang and the placeholder's kernels do to states. Behind a chain of
-    drafts they are those of the last that was accepted: most chains are rejected, some are right."""
+    drafts they are those of the last that was accepted: most chains are rejected, some are right. With drafts of the
+    model's own there is a prefix cache too, and prompts go on from the states of others."""
     from transformers import AutoModelForCausalLM
 
-    hybrid = hybrid_of("qwen3_next")
-    env = {**STRICT, **hybrid.env}
-    server = server_of("diffkv", (*CHUNKED, *drafts), model=hybrid.model, config={"tiers": ["BF16"]}, env=env)
+    own = drafts == OWN_DRAFTS
+    hybrid, args = (hybrid_of("foreseeing"), SHARED) if own else (hybrid_of("qwen3_next"), CHUNKED)
+    server = hybrid.serve(server_of, (*args, *drafts), {"tiers": ["BF16"], "share_min_tokens": 8})
     asked = PROMPTS[:3]
     found = client.run(server.url, asked, 10, concurrency=3, top_logprobs=2)
     if drafts:  # of what was said before
         asked = [*asked, *(x + y.output_ids[:2] for x, y in zip(asked, found))]
         found += client.run(server.url, asked[3:], 8, top_logprobs=2)
-        assert server.server_info()["internal_states"][0]["avg_spec_accept_length"] > 1, "some drafts are right"
+        assert accepted(server) > 1, "some drafts are right"
+    if own:
+        assert [x.cached_tokens for x in found] == [0, 0, 0, 30, 64, 150], "states behind prompts, and behind a chunk"
     network = AutoModelForCausalLM.from_pretrained(hybrid.model, dtype=torch.bfloat16).eval()
     best = equal = 0
     for prompt, record in zip(asked, found, strict=True):

@@ -18,7 +18,17 @@ import requests
 from sglang_diffkv.evaluate import client
 from sglang_diffkv.evaluate.client import Record
 from sglang_diffkv.evaluate.server import Server, stock_backend
-from tests.servers.hybrid_models import KINDS, Hybrid, abort_some, load
+from tests.servers.hybrid_models import (
+    KINDS,
+    NGRAMS,
+    OWN_DRAFTS,
+    Hybrid,
+    abort_some,
+    accepted,
+    drafts_run,
+    foreseeing,
+    load,
+)
 from tests.servers.identity import check_tokens
 from tests.servers.shared import SharedServer, check_idle, stats_of, tokens
 
@@ -52,7 +62,8 @@ PROMPTS = _family()
 
 @pytest.fixture(scope="module")
 def hybrid_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Hybrid]:
-    return cache(lambda kind: KINDS[kind](tmp_path_factory.mktemp(kind)))
+    kinds = {**KINDS, "foreseeing": foreseeing}
+    return cache(lambda kind: kinds[kind](tmp_path_factory.mktemp(kind)))
 
 
 @pytest.fixture(scope="module")
@@ -100,6 +111,29 @@ def test_lossless_gives_the_tokens_of_a_server_without_a_prefix_cache(
     expected = alone(kind, (), server_of)
     server = hybrid_of(kind).serve(server_of, (*SHARED, *_args(overlap)), LOSSLESS)
     _check(server, expected, kind)
+    check_idle(server)
+
+
+@drafts_run
+@pytest.mark.full
+@pytest.mark.parametrize("drafts", [NGRAMS, OWN_DRAFTS], ids=["n-grams", "own"])
+def test_lossless_with_drafts_gives_the_tokens_without(
+    drafts: tuple[str, ...], alone: Any, hybrid_of: Callable[[str], Hybrid], server_of: Callable[..., Server]
+) -> None:
+    """States behind accepted drafts are kept at ends of requests, where no draft was accepted behind the last token
+    that its client got."""
+    expected = alone("foreseeing", (), server_of)
+    server = hybrid_of("foreseeing").serve(server_of, (*SHARED, *drafts), LOSSLESS)
+    _check(server, expected, "drafts")
+    assert accepted(server) > (1.2 if drafts == OWN_DRAFTS else 1.0)
+    found = []
+    for length in range(60, 68):
+        prompt = tokens(length, 20 + length)
+        reply = client.ask(server.url, prompt, length - 50).output_ids
+        turn = client.ask(server.url, prompt + reply + tokens(9, 12), NEW_TOKENS)
+        found.append(turn.cached_tokens - length)
+        assert found[-1] in (CHUNK - length, 0, length - 51, length - 50), "behind a chunk, a prompt or a reply"
+    assert sum(x > 0 for x in found) > 2, "most states of replies are lost"
     check_idle(server)
 
 
@@ -161,15 +195,19 @@ REPLIES = [160] * len(MANY)
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("config", [LOSSLESS, TIERS], ids=["lossless", "tiers"])
+@pytest.mark.parametrize(
+    ("config", "drafts"),
+    [(LOSSLESS, ()), (TIERS, ()), pytest.param(LOSSLESS, OWN_DRAFTS, marks=drafts_run)],
+    ids=["lossless", "tiers", "drafts"],
+)
 def test_a_full_pool_of_pages_retracts_and_loses_no_state(
-    config: dict[str, Any], hybrid_of: Callable[[str], Hybrid], server_of: Callable[..., Server]
+    config: dict[str, Any], drafts: Sequence[str], hybrid_of: Callable[[str], Hybrid], server_of: Callable[..., Server]
 ) -> None:
-    hybrid, alone = hybrid_of("qwen3_next"), []
+    hybrid, alone = hybrid_of("foreseeing" if drafts else "qwen3_next"), []
     if config is LOSSLESS:
         alone = load(hybrid.serve(server_of, ALONE, LOSSLESS), MANY, REPLIES)
     tight = ("--schedule-conservativeness", "0.1", "--max-total-tokens", "500")
-    server = hybrid.serve(server_of, (*SHARED, *tight), config)
+    server = hybrid.serve(server_of, (*SHARED, *tight, *drafts), config)
     found = load(server, MANY, REPLIES)
     if config is LOSSLESS:
         assert "Retract requests" in server.log_text(), "the load did not exercise retraction"
@@ -192,10 +230,13 @@ def test_tiers_serve_and_share(kind: str, hybrid_of: Callable[[str], Hybrid], se
 
 
 @pytest.mark.full
-def test_two_ranks_keep_the_same_states(hybrid_of: Callable[[str], Hybrid], server_of: Callable[..., Server]) -> None:
+@pytest.mark.parametrize("drafts", [(), pytest.param(OWN_DRAFTS, marks=drafts_run)], ids=["", "drafts"])
+def test_two_ranks_keep_the_same_states(
+    drafts: tuple[str, ...], hybrid_of: Callable[[str], Hybrid], server_of: Callable[..., Server]
+) -> None:
     """Each has half of the states, and they find the same prefixes or part."""
-    hybrid = hybrid_of("qwen3_next")
-    args = (*SHARED, "--tp-size", "2")
+    hybrid = hybrid_of("foreseeing" if drafts else "qwen3_next")
+    args = (*SHARED, "--tp-size", "2", *drafts)
     env = {**hybrid.env, "SGLANG_CPU_OMP_THREADS_BIND": "0|0"}
     server = Hybrid(hybrid.model, hybrid.args, env, hybrid.plugin).serve(server_of, args, TIERS)
     for concurrency in (1, RUNNING):

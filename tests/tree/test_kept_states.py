@@ -16,7 +16,7 @@ from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang_diffkv.layout.ranks import Ranks
 from sglang_diffkv.srt.versions import compat
 from sglang_diffkv.srt.versions import states as compat_states
-from tests.tree.stand_in import Match, leave, offer
+from tests.tree.stand_in import Match, give_row, leave, offer
 from tests.tree.state_pool import States, make_pool
 from tests.tree.test_prefix_cache import ROWS, TreeMachine, machine_settings, name_of
 from tests.tree.tree_world import World
@@ -338,6 +338,79 @@ def test_a_state_behind_tokens_that_are_not_kept_goes_back() -> None:
     world.requests.leave(req, row, counted=False)
     assert world.places() == [40]
     assert world.tree.states.report()["free"] == 5
+
+
+DRAFTS = 4
+
+
+def drafting(world: StateWorld) -> Any:
+    """A request whose prompt of 40 tokens has run."""
+    req = world.prompt(world.tokens(40))
+    req.kv.kv_committed_len, req.grammar, req.finished_len = 40, None, None
+    return req
+
+
+def verify(world: StateWorld, req: Any, accepted: int) -> None:
+    """A pass is launched that accepts so many drafts of the request."""
+    row, start = req.kv.req_pool_idx, len(req.tokens)
+    world.requests.plan_verification([req])
+    world.manager.launch_step()
+    world.pool.write((row, slice(start, start + accepted)), world.allocator.alloc(accepted).int())
+    for at in range(start, start + accepted):
+        world.manager.ops.reserve(torch.tensor([row]), torch.tensor([1]), 1)
+        world._write(row, at, 1)
+    req.tokens.extend(range(accepted))
+    world.states.compute(req, start, start + accepted)
+
+
+def end(world: StateWorld, req: Any, accepted: int) -> list[int]:
+    """The request ends with a pass whose results say how many drafts it accepted, 0 for its prompt's. Where states are
+    kept."""
+    row, committed = req.kv.req_pool_idx, req.kv.kv_committed_len
+    req.output_ids.extend(req.tokens[committed : committed + accepted])
+    req.kv.kv_committed_len += accepted
+    with world.manager.rows.looking_at(DRAFTS if accepted else 0):
+        leave(world.tree, req, req.kv.kv_committed_len, insert=True)
+    world.requests.leave(req, row, counted=False)
+    give_row(world.pool, row)
+    world.check()
+    report = world.tree.states.report()
+    assert report["running"] == 0 and report["kept"] + report["free"] == report["slots"]
+    return world.places()
+
+
+def test_a_state_behind_accepted_drafts_stays_where_no_pass_took_it_further() -> None:
+    world = StateWorld(8, drafts=DRAFTS)
+    req = drafting(world)
+    verify(world, req, 3)
+    assert end(world, req, 3) == [40, 43], "the pass whose results say that it ends was the last"
+    req = drafting(world)
+    assert end(world, req, 0) == [40, 40, 43], "it ended with its prompt"
+
+
+def test_a_state_that_a_pass_took_further_goes_back() -> None:
+    """As under overlap scheduling, where another pass is launched before the results of one are seen."""
+    for accepted in (3, 0):
+        world = StateWorld(8, drafts=DRAFTS)
+        req = drafting(world)
+        if accepted:
+            verify(world, req, accepted)
+        verify(world, req, 1)
+        assert end(world, req, accepted) == [40], "the prompt's own"
+
+
+@pytest.mark.parametrize("why", ["grammar", "stop"])
+def test_a_state_behind_drafts_that_do_not_count_goes_back(why: str) -> None:
+    """A grammar keeps less than the pass has accepted. Behind a stop nobody asks for tokens."""
+    world = StateWorld(8, drafts=DRAFTS)
+    req = drafting(world)
+    verify(world, req, 3)
+    if why == "grammar":
+        req.grammar = object()
+        assert end(world, req, 2) == [40]
+    else:
+        req.finished_len = 2
+        assert end(world, req, 3) == [40]
 
 
 def test_leaves_without_a_state_are_evicted_first_and_others_whole() -> None:

@@ -55,6 +55,7 @@ class World:
         write_policy: str = "",
         page_size: int = 1,
         keeps_retracted: bool = True,
+        drafts: int = 0,
     ) -> None:
         policy = policy or diffkv_policy(alpha_high, 0.0, 8)
         scored, position_bytes = policy.scored_tiers(len(tiers)), position_bytes_for(longest)
@@ -64,7 +65,7 @@ class World:
         )
         self.manager = PageManager(
             geometry, policy, host_pages=host_pages, write_policy=write_policy, high_rows=high_rows,
-            most_window=most_window, keeps_retracted=keeps_retracted,
+            most_window=most_window, keeps_retracted=keeps_retracted, drafts=drafts,
         )  # fmt: skip
         self.pool = pool or ReqToTokenPool(rows, longest, "cpu", False)
         self.made()

@@ -354,9 +354,11 @@ def process_batch_result(original: Any, self: Any, batch: Any, *args: Any, **kwa
             if requests.sending is not None:
                 requests.sending.tell_failed(req, INCOMPLETE)
         _check_sometimes(requests)
-    with requests.tree.inserting_later():
+    manager = requests.manager
+    verified = bool(manager.drafts) and batch.forward_mode.is_decode()
+    with manager.rows.looking_at(manager.most_accepted if verified else 0), requests.tree.inserting_later():
         result = original(self, batch, *args, **kwargs)
-    if requests.manager.drafts and batch.forward_mode.is_decode():
+    if verified:
         requests.verified(batch.reqs)
     requests.after_step(batch.reqs, self.running_batch.reqs)
     requests.results_processed(self)

@@ -18,6 +18,8 @@ from sglang_diffkv.srt.versions.places import sglang_class
 MIB = 1 << 20
 STATES_GPU_VERSIONS = seen_on_gpu("states")
 """Versions of SGLang with which such models gave stock's tokens on a GPU, but for roundings."""
+DRAFTS_GPU_VERSIONS = seen_on_gpu("drafts beside states")
+"""Versions of SGLang with which they did with drafts."""
 
 
 def paged_layers(configurator: Any) -> tuple[int, ...]:
@@ -67,11 +69,6 @@ def _with_drafts(configurator: Any, args: Any) -> Iterator[str]:
     one behind the last that was accepted."""
     if not drafts_of(args):
         return
-    if not args.disable_radix_cache:
-        yield (
-            "layers with states, which the prefix cache would keep behind drafts that are not accepted yet; add "
-            "--disable-radix-cache, or drop --speculative-algorithm"
-        )
     if not hasattr(configurator.mambaish_config, "linear_num_value_heads"):
         yield (
             "states other than those of a gated delta rule (Qwen3-Next, Qwen3.5), which were not tried with drafts; "
@@ -82,10 +79,14 @@ def _with_drafts(configurator: Any, args: Any) -> Iterator[str]:
             "trees of drafts beside layers with states, of which SGLang keeps those behind the drafts of a chain; add "
             + (MODEL_CHAIN if drafts_by_model(args) else CHAIN)
         )
-    if configurator.device == "cpu" and drafts_by_model(args):
-        yield "drafts of a model beside layers with states on a CPU, where SGLang's own fail too; use NGRAM"
-    what = "drafts beside layers with states"
-    yield from compat.untried_on_a_gpu(configurator.device, what, "drop --speculative-algorithm")
+    if configurator.device == "cpu" and not compat.installed().draft_states_on_cpu:
+        yield (
+            "drafts beside layers with states on a CPU, where this SGLang has no room for the states behind drafts; "
+            "drop --speculative-algorithm, or install a later SGLang"
+        )
+    if compat.sglang_version() not in DRAFTS_GPU_VERSIONS:
+        what = f"drafts beside layers with states, of SGLang {compat.sglang_version()},"
+        yield from compat.untried_on_a_gpu(configurator.device, what, "drop --speculative-algorithm")
 
 
 def check_paged_layers(name: str, found: set[int], paged: tuple[int, ...]) -> None:

@@ -18,6 +18,7 @@ from sglang_diffkv.kernels.extend_attention.reference import MOST_NODES
 from sglang_diffkv.policies.base import prunes
 from sglang_diffkv.releases import seen_on_gpu
 from sglang_diffkv.srt.versions import compat
+from sglang_diffkv.srt.versions import states as compat_states
 
 CHAIN = "--speculative-ngram-min-bfs-breadth 1 --speculative-ngram-max-bfs-breadth 1"
 MODEL_CHAIN = "--speculative-eagle-topk 1 --speculative-num-steps 3 --speculative-num-draft-tokens 4"
@@ -144,6 +145,10 @@ def draft_worker(worker: type, *, ngram: bool) -> type:
     """SGLang's worker that drafts and verifies, over pages. ``ngram``: whether it is the one of n-grams."""
 
     class DraftWorker(worker):
+        def alloc_memory_pool(self, *args: Any, **kwargs: Any) -> None:
+            with compat_states.no_waits_without_cuda():
+                super().alloc_memory_pool(*args, **kwargs)
+
         def init_cuda_graphs(self) -> None:
             super().init_cuda_graphs()
             target = self.target_worker.model_runner

@@ -142,6 +142,11 @@ def host_tier(configurator: Any) -> HostTierPlan | None:
     disk_store.check_model(args, configurator)
     view = compat.resolved(args)
     stated = getattr(configurator, "mambaish_config", None) is not None
+    if stated and drafts_by_model(view):
+        raise UnsupportedError(
+            f"--attention-backend diffkv does not work with {OPTION} for a model with states beside a draft model: "
+            "host memory has room for what one of them keeps of a prefix. Drop it, or use --speculative-algorithm NGRAM"
+        )
     what = f"{OPTION} for a model with states"
     if stated and (unseen := compat.untried_on_a_gpu(getattr(view, "device", None), what, f"drop {OPTION}")):
         raise UnsupportedError(f"--attention-backend diffkv: {unseen[0]}")

@@ -10,7 +10,8 @@ is kept. States lie in slots of SGLang's pool, as those of running requests do, 
 
 Copies are launched between the passes that write and read the slots, on their stream: of a prefix before the pass that
 goes on from it (SGLang's own copy-on-write), snapshots behind the pass. A request that ends gives its slot to the tree
-as it is. Running requests come first: one that needs a slot takes the least recently used of the tree's.
+as it is; with drafts only if no pass has taken the state further, as most have under overlap scheduling. Running
+requests come first: one that needs a slot takes the least recently used of the tree's.
 """
 
 from __future__ import annotations
@@ -171,8 +172,19 @@ class KeptStates(NodeStates):
                 later.append(snapshot)
         if later:
             self.snapshots[row] = later
-        if ended and self.tree.manager.rows.length(row) == length:
+        if ended and self._stands_at(req, row, length):
             self._keep(leaf, compat_states.take_state(req))
+
+    def _stands_at(self, req: Any, row: int, length: int) -> bool:
+        """Whether the request's state is that behind its first ``length`` tokens, and of use there. With drafts a pass
+        that is under way may take it further, a grammar keeps less than a pass has accepted, and nobody asks for the
+        tokens that were accepted behind a stop."""
+        manager = self.tree.manager
+        if manager.rows.length(row) != length:
+            return False
+        if not manager.drafts:
+            return True
+        return req.grammar is None and manager.rows.up_to_date(row) and length <= compat.told_tokens(req)
 
     def _keep(self, node: Any, slot: torch.Tensor) -> None:
         if node in self.of_nodes:

@@ -158,6 +158,12 @@ def tokens_of(req: Any) -> int:
     return len(req.origin_input_ids) + len(req.output_ids)
 
 
+def told_tokens(req: Any) -> int:
+    """The same, without tokens behind the request's stop, which its client does not get."""
+    stop = req.finished_len
+    return len(req.origin_input_ids) + (len(req.output_ids) if stop is None else min(stop, len(req.output_ids)))
+
+
 def keeps_high(req: Any) -> bool:
     """Whether all tokens of the request stay in the high tier, as it has asked: the scheduler set that."""
     return getattr(req, "diffkv_keeps_high", False)

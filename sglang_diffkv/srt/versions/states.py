@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
+
+import torch
 
 from sglang_diffkv.srt.versions.compat import decide, installed, kv_of, resolved
 
@@ -62,3 +66,16 @@ def keep_without_buffers(server_args: Any) -> None:
     args = resolved(server_args)
     if not args.disable_radix_cache and args.mamba_radix_cache_strategy == "auto":
         decide(server_args, mamba_radix_cache_strategy="no_buffer")
+
+
+@contextmanager
+def no_waits_without_cuda() -> Iterator[None]:
+    """Inside, waiting for CUDA does nothing where torch has none. Prediction layers of models with states wait for it
+    on a CPU too, when they take the target's embeddings."""
+    wait = torch.cuda.synchronize
+    if not torch.cuda.is_available():
+        torch.cuda.synchronize = lambda *_: None
+    try:
+        yield
+    finally:
+        torch.cuda.synchronize = wait
