@@ -89,8 +89,8 @@ class MooncakeValues:
         client does."""
         if not hasattr(self._buffers, "own"):
             buffer = torch.empty(self.at_once * BLOCK_BYTES, dtype=torch.uint8)
-            self._known.append(buffer)
             self.backend.register_buffer(buffer)
+            self._known.append(buffer)
             self._buffers.own = buffer
         own: torch.Tensor = self._buffers.own
         return own[: sum(sizes)].split(sizes)
