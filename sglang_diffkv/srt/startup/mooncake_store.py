@@ -33,7 +33,7 @@ PROBE_SECONDS = 5.0
 """In which a master has to accept a connection. Mooncake's client would hold up the process for 90."""
 
 STORED, FULL = 0, -200
-THERE, MISSING, SHORT = 1, -704, -600
+THERE, ABSENT, MISSING, SHORT = 1, 0, -704, -600
 """Answers of Mooncake's client. ``SHORT``: the value has more bytes than there is room for."""
 
 
@@ -71,7 +71,7 @@ class MooncakeValues:
     def has(self, keys: Sequence[str]) -> list[bool]:
         """Raises OSError if the store cannot say."""
         answers = self.client.batch_is_exist(self._names(keys))
-        return [_known(answer, yes=(THERE,), no=(STORED, MISSING)) for answer in answers]
+        return [_known(answer, yes=(THERE,), no=(ABSENT, MISSING)) for answer in answers]
 
     def forget(self, key: str) -> None:
         """At once, whoever has read it just now."""
@@ -89,8 +89,8 @@ class MooncakeValues:
         client does."""
         if not hasattr(self._buffers, "own"):
             buffer = torch.empty(self.at_once * BLOCK_BYTES, dtype=torch.uint8)
-            self._known.append(buffer)
             self.backend.register_buffer(buffer)
+            self._known.append(buffer)
             self._buffers.own = buffer
         own: torch.Tensor = self._buffers.own
         return own[: sum(sizes)].split(sizes)
