@@ -28,7 +28,7 @@ def mooncake(missing: Callable[[str], None]) -> tuple[Path, dict[str, str]]:
         missing(f"Mooncake's package is not installed (make programs): {found.stderr.splitlines()[-1]}")
     refused = subprocess.run([*NEW_NETWORK, "true"], capture_output=True, text=True)
     if refused.returncode:
-        missing(f"no network of its own: {refused.stderr.strip()}")
+        pytest.skip(f"this machine gives no network of its own: {refused.stderr.strip()}")
     return Path(found.stdout.strip()), env
 
 
