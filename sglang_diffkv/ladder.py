@@ -18,7 +18,7 @@ import torch
 from sglang_diffkv.config import DiffKVConfig
 from sglang_diffkv.key_means import AUTO
 
-FORMAT = 3
+FORMAT = 2
 """Raised where a choice of an older package is not to be used."""
 JUDGING = "judging.txt"
 """The text on which rungs are judged. It is not the text of the key means."""
@@ -30,19 +30,18 @@ SCORED = 256
 """Queries of a prompt, and of a reply, whose next-token distributions are compared, at most."""
 
 
-def _two(low: str) -> dict[str, Any]:
-    """Fields of a rung with two tiers, of which K8V6 is the high one, and a small window."""
-    policy = {"name": "diffkv", "alpha_high": 10.0, "window": 64}
-    shaped = {"rotate": "both", "key_means": AUTO, "noise_shaping": AUTO}
-    return {"tiers": ["K8V6", low], **shaped, "policy": policy}
+def _two(low: str, high: str, alpha_high: float) -> dict[str, Any]:
+    """Fields of a rung with two tiers and a small window."""
+    policy = {"name": "diffkv", "alpha_high": alpha_high, "window": 64}
+    return {"tiers": [high, low], "rotate": "both", "key_means": AUTO, "policy": policy}
 
 
 RUNGS: Mapping[str, Mapping[str, Any]] = {
-    "K8V6 and K3V3": _two("K3V3"),
-    "K8V6 and K4V3": _two("K4V3"),
-    "K8V6 and K4V4": _two("K4V4"),
-    "K8V6 and K5V4": _two("K5V4"),
-    "K8V6 and K6V4": _two("K6V4"),
+    "K8V4 and K4V2": _two("K4V2", "K8V4", 3.0),
+    "K8V6 and K4V3": _two("K4V3", "K8V6", 10.0),
+    "K8V6 and K5V3": _two("K5V3", "K8V6", 10.0),
+    "K8V6 and K5V4": _two("K5V4", "K8V6", 10.0),
+    "K8V6 and K6V4": _two("K6V4", "K8V6", 10.0),
     "K8V5": {"tiers": ["K8V5"], "rotate": "both", "key_means": AUTO},
     "K8V8": {"tiers": ["K8V8"], "rotate": "both", "key_means": AUTO},
     "lossless": {"tiers": ["BF16"]},
@@ -50,8 +49,8 @@ RUNGS: Mapping[str, Mapping[str, Any]] = {
 """Name -> fields, the fewest bytes first. The last loses nothing, so there is always one.
 
 What a model pays much attention to needs values of 6 bits, or some models lose more than with FP8 whatever the low tier
-is. Few tokens are enough: hence the large ``alpha_high``. Noise shaping halves what a low tier loses where heads are
-large and few. ``benchmarks/results/emulated_cpu.md`` has the figures."""
+is. Few tokens are enough: hence the large ``alpha_high``. The low tier's keys need 5 bits at least where heads are
+large and few, its values 4. ``benchmarks/results/emulated_cpu.md`` has the figures."""
 NOTHING_LOST = "lossless"
 DECIDED = frozenset().union(*RUNGS.values())
 """Fields that rungs set."""

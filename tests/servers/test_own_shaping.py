@@ -27,7 +27,6 @@ GROUP, VALUE_DIM = 2, 16
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv(CACHE_ENV, str(tmp_path / "cache"))
     monkeypatch.setattr(own_shaping, "_found", None)
-    monkeypatch.setattr(own_shaping, "_fresh", None)
     monkeypatch.setattr(compat, "resolved", lambda args: args)
     return tmp_path / "cache"
 
@@ -88,18 +87,6 @@ def test_the_first_start_fits_and_later_ones_read(
     )
     own_shaping.find(server(Ranks(2, 1)), None)
     assert len(passes) == 3 and len(list(folder.iterdir())) == 2, "another rank's are others"
-
-
-def test_what_a_choice_has_read_is_not_read_again(passes: list[int], folder: Path) -> None:
-    shaping = own_shaping.find(server(), None)
-    assert shaping is not None
-    for file in folder.iterdir():
-        file.unlink()
-    ids = own_shaping.own_means.text_ids(server().server_args, server().model_config)[1]
-    own_shaping.hand_over(ids, shaping)
-    assert own_shaping.find(server(), None) is shaping and len(passes) == 1
-    assert "as the model chose" in own_shaping.report()["how"] and len(list(folder.iterdir())) == 1
-    assert own_shaping.find(server(chunked_prefill_size=256), None) is not shaping, "of other tokens"
 
 
 def test_values_are_left_where_the_weights_behind_attention_are_not_found(

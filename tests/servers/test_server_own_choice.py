@@ -29,7 +29,7 @@ ROOM = ("--max-total-tokens", "6000", "--chunked-prefill-size", str(LEAST_TOKENS
 AUTO = {"thresholds": "auto", "page_tokens": 16}
 PLAIN = list(RUNGS)[:-2]
 """Rungs with fewer than 8 bits somewhere: nano as it is takes one of them."""
-LARGE, SMALL, CHANNEL, HALF = 64.0, 1 / 128, 9, 32
+LARGE, SMALL, CHANNEL, HALF = 12.0, 1 / 16, 9, 32
 """Keys of the spoiled model are so many times larger in a channel, and in the one that RoPE turns it with, and so many
 times smaller in all others."""
 
@@ -39,10 +39,7 @@ def judged(model: Path, names: Sequence[str] = tuple(RUNGS)) -> dict[str, Loss]:
     judge = Judge(str(model), None)
     ids = load_tokenizer(str(model))(text_of(JUDGING))["input_ids"][:LEAST_TOKENS]
     configs = {name: config for name, config in rungs(DiffKVConfig()).items() if name in names}
-    ways: dict[str, Stored] = {
-        FP8: Fp8(),
-        **{name: stored_of(x, judge.means, judge.shaping) for name, x in configs.items()},
-    }
+    ways: dict[str, Stored] = {FP8: Fp8(), **{name: stored_of(x, judge.means) for name, x in configs.items()}}
     found = judge.losses(ids, ways)
     return {name: Loss.of(x, found[FP8], len(scored_positions(len(ids))[0])) for name, x in found.items()}
 
@@ -84,7 +81,7 @@ def test_a_server_that_is_told_nothing_chooses_for_its_model(tmp_path: Path, mon
     assert choice["tokens"] == LEAST_TOKENS
     for name, found in choice["millinats"].items():  # a token of the reply that was a toss-up may weigh much
         expected = losses[name].report()
-        assert found["prompt"] == pytest.approx(expected["prompt"], rel=0.3, abs=0.4), name  # by rounding of logits
+        assert found["prompt"] == pytest.approx(expected["prompt"], rel=0.3), name
         assert found["reply"] == pytest.approx(expected["reply"], rel=0.8), name
     taken, fp8 = choice["millinats"][rung], choice["millinats"][FP8]
     assert taken["prompt"] <= fp8["prompt"] and taken["reply"] <= fp8["reply"]
@@ -134,8 +131,7 @@ def test_ranks_choose_together(tmp_path: Path, server_of: Callable[..., Server])
 
 
 def test_a_model_with_outliers_in_its_keys_takes_a_safer_rung(tmp_path: Path) -> None:
-    """FP8 has an exponent in each number, so it loses what it lost; codes of a range lose more. The outliers are larger
-    than what noise shaping evens out."""
+    """FP8 has an exponent in each number, so it loses what it lost; codes of a range lose more."""
     spoil(tmp_path / "spoiled")
     losses = judged(tmp_path / "spoiled")
     rung = climb(list(RUNGS), losses[FP8], losses.__getitem__).rung

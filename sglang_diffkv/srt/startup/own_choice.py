@@ -46,12 +46,11 @@ from sglang_diffkv.ladder import (
 )
 from sglang_diffkv.layout.ranks import Ranks
 from sglang_diffkv.mem_pool.segment_object import canonical
-from sglang_diffkv.noise_shaping import Moments, NoiseShaping
 from sglang_diffkv.presets import CAREFUL, PRESETS
 from sglang_diffkv.srt.models.scaling import attention_layers, sinks_of
-from sglang_diffkv.srt.startup import disaggregation, own_means, own_shaping
+from sglang_diffkv.srt.startup import disaggregation, own_means
 from sglang_diffkv.srt.startup.model_identity import known_digest
-from sglang_diffkv.srt.startup.reading_pass import logits, read_vectors
+from sglang_diffkv.srt.startup.reading_pass import logits, read
 from sglang_diffkv.srt.versions import compat
 
 logger = logging.getLogger(__name__)
@@ -255,7 +254,7 @@ def _judged(runner: Any, ranks: Ranks, given: DiffKVConfig, texts: Texts) -> Cho
     prompt, reply = scored_positions(len(texts.judged))
     configs = rungs(given)
     try:
-        means, shaping = _measured(runner, ranks, texts.means)
+        means = _means(runner, ranks, texts.means)
         asked = (texts.judged, layers, [*prompt, *reply])
         reference = logits(runner, *asked, AS_COMPUTED)
 
@@ -267,10 +266,7 @@ def _judged(runner: Any, ranks: Ranks, given: DiffKVConfig, texts: Texts) -> Cho
         def loss(found: torch.Tensor) -> Loss:
             return agreed(ranks, Loss.of(found, fp8, len(prompt)))
 
-        def judged(name: str) -> Loss:
-            return loss(lost(stored_of(configs[name], means, shaping, runner.dtype)))
-
-        return climb(list(configs), loss(fp8), judged)
+        return climb(list(configs), loss(fp8), lambda name: loss(lost(stored_of(configs[name], means))))
     except torch.OutOfMemoryError:
         if not ranks.alone:  # the others are in the pass, and wait for this one
             raise
@@ -284,22 +280,16 @@ def agreed(ranks: Ranks, loss: Loss) -> Loss:
     return Loss(*(float(x) / STEPS for x in found))
 
 
-def _measured(runner: Any, ranks: Ranks, ids: list[int]) -> tuple[torch.Tensor | None, NoiseShaping | None]:
-    """Key means and noise shaping of this rank's heads, as the server would have them; None where it would have none,
+def _means(runner: Any, ranks: Ranks, ids: list[int]) -> torch.Tensor | None:
+    """Of the keys of this rank's heads, as the server would take them off; None where it would take none,
     on any rank."""
-    sums, moments = KeySums(), Moments()
-
-    def seen(layer: int, query: torch.Tensor, key: torch.Tensor, *others: Any) -> None:
-        sums.add(layer, key)
-        own_shaping.note(moments, layer, query, key, *others)
-
-    read_vectors(runner, ids, seen)
-    means, shaping = sums.means(), own_shaping.fit(runner, moments)
-    capped = any(layer.logit_cap for layer in attention_layers(runner.model))
-    bad = ranks.largest(np.array([capped or bool(impossible(means)), bool(shaping.impossible())], dtype=np.int64))
-    if not bad[1]:
-        own_shaping.hand_over(ids, shaping)
-    return None if bad[0] else means, None if bad[1] else shaping
+    if any(layer.logit_cap for layer in attention_layers(runner.model)):
+        return None
+    sums = KeySums()
+    read(runner, ids, sums.add)
+    means = sums.means()
+    bad = ranks.largest(np.array([bool(impossible(means))], dtype=np.int64))[0]
+    return None if bad else means
 
 
 def _because(choice: Choice | None) -> str:

@@ -51,8 +51,6 @@ class Found:
 
 _found: Found | None = None
 """Of the server of this process."""
-_fresh: tuple[list[int], NoiseShaping] | None = None
-"""The tokens that this process has just read, and what was fitted to them."""
 
 
 def report() -> dict[str, Any]:
@@ -89,13 +87,7 @@ def find(runner: Any, sinks: torch.dtype | None) -> NoiseShaping | None:
     return _found.shaping
 
 
-def hand_over(ids: list[int], shaping: NoiseShaping) -> None:
-    """Let ``find`` take what was fitted to these tokens already. All ranks have to call it, or none."""
-    global _fresh
-    _fresh = ids, shaping
-
-
-def note(
+def _note(
     moments: Moments,
     layer: int,
     query: torch.Tensor,
@@ -109,11 +101,6 @@ def note(
     moments.add(layer, query, key, value, weights)
 
 
-def fit(runner: Any, moments: Moments) -> NoiseShaping:
-    """The matrices for what SGLang's model runner was seen to attend to. Raises ValueError."""
-    return moments.fit(products_behind_attention(runner.model, runner.dtype))
-
-
 def _kept_or_fitted(runner: Any, ids: list[int]) -> Found:
     manager = runner.token_to_kv_pool.manager
     state, ranks = manager.state, manager.ranks
@@ -123,11 +110,9 @@ def _kept_or_fitted(runner: Any, ids: list[int]) -> Found:
     if not ranks.largest(np.array([found is None], dtype=np.int64))[0]:
         return Found(found, f"of {named(file)}", _facts(found, ids, file))
     began, moments = time.perf_counter(), Moments()
-    fresh = _fresh[1] if _fresh is not None and _fresh[0] == ids else None
     try:
-        if fresh is None:
-            read_vectors(runner, ids, partial(note, moments))
-        found = fresh or fit(runner, moments)
+        read_vectors(runner, ids, partial(_note, moments))
+        found = moments.fit(products_behind_attention(runner.model, runner.dtype))
     except torch.OutOfMemoryError:
         if not ranks.alone:  # the others are in the pass, and wait for this one
             raise
@@ -144,10 +129,8 @@ def _kept_or_fitted(runner: Any, ids: list[int]) -> Found:
         why = _keep(file, found, len(ids) - SINKS)
     where = f"kept in {named(file)}" if file is not None and not why else f"not kept, since {why}"
     alone = "" if found.values is not None else "; for keys alone, since the weights behind attention were not found"
-    when = f"in {took:.1f} s" if fresh is None else "as the model chose its setting,"
-    said = f"fitted {when} with {len(ids):,} tokens of text; {where}{alone}"
-    seconds = {"seconds": round(took, 2)} if fresh is None else {}
-    return Found(found, said, {**_facts(found, ids, None if why else file), **seconds})
+    said = f"fitted in {took:.1f} s with {len(ids):,} tokens of text; {where}{alone}"
+    return Found(found, said, {**_facts(found, ids, None if why else file), "seconds": round(took, 2)})
 
 
 def _facts(found: NoiseShaping | None, ids: list[int], file: Path | None) -> dict[str, Any]:
