@@ -242,6 +242,20 @@ def test_where_nothing_runs_the_batch_is_not_full() -> None:
     assert running.batch_is_full
 
 
+@pytest.mark.parametrize("batch", [None, "a batch"])
+def test_ranks_count_what_idle_ones_have_changed(batch: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Paths are joined before a batch is chosen. Without one SGLang adds up all pages, which several ranks count
+    together."""
+    session, ledger = session_of(diffkv_policy(50.0, 0.0, window=8))
+    allocator, counts = allocator_of(ledger), session.manager.counts
+    running = SimpleNamespace(batch_is_full=False, is_empty=lambda: True)
+    scheduler = SimpleNamespace(token_to_kv_pool_allocator=allocator, running_batch=running, waiting_queue=[])
+    monkeypatch.setattr(type(session.manager.ranks), "alone", False)
+    monkeypatch.setattr(allocator.requests, "scheduling_begins", lambda waiting: counts.record(-3))
+    hooks.get_next_batch_to_run(lambda self: SimpleNamespace(batch_to_run=batch), scheduler)
+    assert counts.free() == session.manager.geometry.num_pages - (3 if batch else 0), "what the device says is known"
+
+
 @pytest.mark.parametrize(("every", "checks"), [("1", 6), ("3", 2), ("0", 0), ("", 0), ("no", 0)])
 def test_structures_are_checked_after_every_kth_step(monkeypatch: pytest.MonkeyPatch, every: str, checks: int) -> None:
     session, ledger = session_of(diffkv_policy(50.0, 0.0, window=8))
