@@ -44,6 +44,10 @@ def planned_request_rows(max_running_requests: int | None, capacity: int, contex
     return max(min(max_running_requests or usual, capacity // 2), 1) + 1
 
 
+STATES_TO_CACHE = 0.9
+"""SGLang's ``--mamba-full-memory-ratio`` unless told otherwise."""
+
+
 class StateRoom(NamedTuple):
     """Room for the states of a model whose layers do not all attend: state ``slots``, the bytes of all, ``taken``, and
     ``most``, how many requests run with them."""

@@ -10,13 +10,11 @@ from sglang_diffkv.capacity.gpus import Gpu
 from sglang_diffkv.capacity.model import Model
 from sglang_diffkv.config import DiffKVConfig
 from sglang_diffkv.errors import ConfigError
-from sglang_diffkv.plan import CONTEXT_SLACK, MemoryPlan, StateRoom, planned_request_rows, state_room
+from sglang_diffkv.plan import CONTEXT_SLACK, STATES_TO_CACHE, MemoryPlan, StateRoom, planned_request_rows, state_room
 
 GIB, MIB = 1 << 30, 1 << 20
 CONTEXT_MIB = 700
 """Of a GPU, taken before weights load: the CUDA context and communication."""
-STATES_TO_CACHE = 0.9
-"""SGLang's ``--mamba-full-memory-ratio`` unless told otherwise."""
 PREFILL_GRAPHS_MIB = 464
 """That SGLang sets aside for the graphs of its usual 58 prompt sizes."""
 

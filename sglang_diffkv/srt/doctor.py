@@ -18,7 +18,7 @@ from sglang_diffkv.findings import Findings
 from sglang_diffkv.ladder import NOTHING_LOST, RUNGS, rungs
 from sglang_diffkv.layout.page_format import PageFormat
 from sglang_diffkv.layout.spans import SLACK, kept_in_layers
-from sglang_diffkv.plan import CONTEXT_SLACK, planned_request_rows, state_room
+from sglang_diffkv.plan import CONTEXT_SLACK, STATES_TO_CACHE, planned_request_rows, state_room
 from sglang_diffkv.srt.models import kv_scales
 from sglang_diffkv.srt.models.hybrids import describe_layers, paged_layers
 from sglang_diffkv.srt.models.scaling import configured_spans
@@ -376,6 +376,7 @@ def _without_states(findings: Findings, configurator: Any, budget: int) -> tuple
         return budget, None
     view, size = configurator.server_args, configurator.states.mamba_cache_per_req
     ratio, alone = view.mamba_full_memory_ratio, view.disable_radix_cache
+    ratio = STATES_TO_CACHE if ratio is None else ratio  # as SGLang 0.5.21 and later once it is asked for
     asked = view.max_mamba_cache_size or (view.max_running_requests if alone else None)
     drafts, running = drafts_of(view), view.max_running_requests
     slots, taken, most = state_room(budget, size, ratio, asked, shared=not alone, drafts=drafts, running=running)

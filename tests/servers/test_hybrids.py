@@ -174,6 +174,8 @@ def test_the_plan_leaves_room_for_states() -> None:
             findings = Findings()
             assert _without_states(findings, hybrid, 300 * MIB) == (300 * MIB - (slots + 1) * MIB, most)
             assert findings.items[0].value == (slots + 1) * states.mamba_cache_per_req
+    hybrid.server_args = SimpleNamespace(disable_radix_cache=True, **{**asked, "mamba_full_memory_ratio": None})
+    assert _without_states(Findings(), hybrid, 300 * MIB) == (158 * MIB, 141), "SGLang's ratio where none is given"
     drafting = {"max_running_requests": 48, "speculative_algorithm": "NGRAM", "speculative_num_draft_tokens": 4}
     for alone, slots, most, behind in ((True, 48, 48, 49), (False, 40, 13, 14)):
         hybrid.server_args = SimpleNamespace(disable_radix_cache=alone, **{**asked, **drafting})

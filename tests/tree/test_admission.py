@@ -6,6 +6,7 @@ import functools
 import math
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -27,6 +28,7 @@ from tests.dense import Session
 from tests.helpers import make_format, make_manager
 from tests.policies import diffkv_policy
 from tests.tree.stand_in import Fields
+from tests.tree.tree_world import World
 
 
 def session_of(policy: object, tiers: tuple[str, ...] = ("K8V4", "K4V2")) -> tuple[Session, PageLedger]:
@@ -336,3 +338,22 @@ def test_who_made_room_waits_again_if_nobody_is_admitted(queue_full: bool, monke
     assert [*state.waiting_queue, *told] == [urgent, made_room]
     hooks.get_new_batch_prefill(lambda *_: compat.no_prefill(running), state, running)
     assert [*state.waiting_queue, *told] == [urgent, made_room], "of a pass before"
+
+
+def test_reports_behind_a_pass_wait_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """While requests run SGLang's log and load are by what the host knows. An idle server's are exact."""
+    world = World(400, exact=False)
+    counts, available = world.manager.counts, world.allocator.available_size
+    monkeypatch.setitem(hooks.SERVED, hooks.BACKEND, world.allocator)
+    req = world.prompt(world.tokens(60))
+    world.decode(req)
+    with monkeypatch.context() as here:
+        for name in ("meet", "refresh", "settle"):
+            here.setattr(counts, name, Mock(side_effect=AssertionError("waited")))
+        bound = hooks.report_load(lambda _: available(), None)
+        with pytest.raises(AssertionError, match="waited"):
+            available()
+    assert 0 < bound <= available()
+    world.leave(req)
+    assert hooks.report_load(lambda _: available(), None) == available() == world.requests.ledger.available()
+    assert counts.waits

@@ -218,14 +218,14 @@ class PathJoiner(PathRule):
         of two and more, or of one that settles."""
         if not parts:
             return
-        counts = np.array([(segment.pages, *self._held(segment, settling)) for segment, _, _ in parts])
+        counts = np.array([(x in settling, x.pages, *self._held(x, settling)) for x, _, _ in parts])
         upto = np.concatenate([np.zeros_like(counts[:1]), counts]).cumsum(0).tolist()
         first = 0
         while first < len(parts):
             least = 1 if parts[first][0] in settling else 2
             for end in range(len(parts), first + least - 1, -1):
-                pages, *held = (after - before for after, before in zip(upto[end], upto[first], strict=True))
-                if self._gain(pages, held, settles=any(x in settling for x, _, _ in parts[first:end])) > 0:
+                settle, pages, *held = (after - before for after, before in zip(upto[end], upto[first], strict=True))
+                if self._gain(pages, held, settles=settle > 0) > 0:
                     yield parts[first:end]
                     first = end - 1
                     break
