@@ -64,7 +64,7 @@ class Stored:
     Attributes:
         tiers: one or two, high first. policy: which of two a token goes to. rotation: before rounding.
         means: [layers, H, D], taken off keys before they are rounded; None for none. fitted: matrices that come before
-            the rotation, of each KV head, in the model's dtype.
+            the rotation, of each KV head, in the model's dtype. Before any that are no rotations the means come off.
     """
 
     tiers: tuple[Tier, ...]
@@ -93,7 +93,12 @@ class Stored:
         if fitted.keys is not None:
             undone = fitted.keys if fitted.queries is None else fitted.queries
             pair = fitted.keys[layer].to(key.device), undone[layer].mT.to(key.device)
-        return self._forms(key, [x.k_bits for x in self.tiers], turned=self.rotation.keys, means=means, pair=pair)
+        bits, turned = [x.k_bits for x in self.tiers], self.rotation.keys
+        if means is None or not fitted.stretches_keys:
+            return self._forms(key, bits, turned=turned, means=means, pair=pair)
+        off = means.to(key.dtype)
+        found = self._forms(key - off, bits, turned=turned, means=None, pair=pair)
+        return Forms(key.float(), found.high + off.float(), found.low + off.float())
 
     def values(self, value: torch.Tensor, layer: int) -> Forms:
         """``value`` [H, N, D], in the model's dtype. ``layer``: its place in ``fitted``."""

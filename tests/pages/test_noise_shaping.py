@@ -12,12 +12,15 @@ from safetensors.torch import save_file
 
 from sglang_diffkv.attention.emulated import Stored, stored_of
 from sglang_diffkv.attention.whole import Sight, attention_rows, error_weights
+from sglang_diffkv.attention.wrappers import ExtendWrapper
 from sglang_diffkv.config import load_config
 from sglang_diffkv.errors import ConfigError
 from sglang_diffkv.kernels.rotate.fitted import NOT_FITTED
 from sglang_diffkv.kernels.rotate.reference import NO_ROTATION, Rotation, rotated
 from sglang_diffkv.key_means import SINKS
-from sglang_diffkv.layout.page_format import Tier
+from sglang_diffkv.layout.geometry import Geometry
+from sglang_diffkv.layout.page_format import PageFormat, Tier
+from sglang_diffkv.mem_pool.page_manager import PageManager
 from sglang_diffkv.noise_shaping import (
     MOST_STRETCH,
     Moments,
@@ -27,6 +30,8 @@ from sglang_diffkv.noise_shaping import (
     read_noise_shaping,
     write_noise_shaping,
 )
+from sglang_diffkv.ops import Scaling
+from sglang_diffkv.policies.uniform import UniformPolicy
 from tests.pages.test_key_means import DIM, GROUP, HEADS, LAYERS, error, keys_with_much_in_common
 
 BOTH = Rotation(True, True)
@@ -156,6 +161,42 @@ def test_attention_stays(values: bool, rotation: Rotation, with_means: bool, gro
     assert left == (Rotation(values=True) if rotation == BOTH and not values else NO_ROTATION)
     assert error("BF16", means, left, key, fitted=fitted) < 3e-2
     assert error("BF16", means, left, key, 24, fitted=fitted) < 3e-2, "a sliding layer"
+
+
+@pytest.mark.parametrize("tiers", ["K8V8", "K8V6 K4V3"])
+@pytest.mark.parametrize(("rotation", "group"), [(NO_ROTATION, 1), (BOTH, GROUP)])
+def test_what_keys_have_in_common_is_not_rounded_with_them(tiers: str, rotation: Rotation, group: int) -> None:
+    """It is hundreds of times larger than what they differ by, and comes off before the product."""
+    common = torch.zeros(LAYERS, HEADS, DIM)
+    common[..., [3, 20, 41]] = torch.tensor([300.0, -210.0, 120.0])
+    drawn = torch.randn(60, HEADS, DIM, generator=torch.Generator().manual_seed(1))
+    near, far = drawn.bfloat16(), (common[1] + drawn).bfloat16()
+    shaping = random_shaping(values=True)
+    fitted = shaping.transform(torch.bfloat16, "cpu", rotation, group)
+    without = error(tiers, None, NO_ROTATION, near, fitted=fitted)
+    assert error(tiers, common, NO_ROTATION, far, fitted=fitted) < 1.2 * without
+    for attention_span in (5, 24):
+        alone = error(tiers, None, NO_ROTATION, near, attention_span, fitted=fitted)
+        assert error(tiers, common, NO_ROTATION, far, attention_span, fitted=fitted) < 1.2 * alone
+    by_head = shaping.transform(torch.bfloat16, "cpu", rotation)
+    found = Stored((Tier(8, 8),), None, NO_ROTATION, common, by_head).keys(far.transpose(0, 1), 1)
+    assert (found.high - far.transpose(0, 1).float()).norm() < 0.02 * drawn.norm(), "as it is emulated"
+
+
+def test_logit_caps_do_not_bear_means_that_come_off_first() -> None:
+    common = torch.ones(LAYERS, HEADS, DIM)
+    manager = PageManager(
+        Geometry(PageFormat(DIM, DIM, (Tier(8, 8),), 8), LAYERS, HEADS, 100, 3, 2, 100), UniformPolicy(),
+        dtype=torch.bfloat16,
+    )  # fmt: skip
+    fitted = random_shaping(values=False).transform(torch.bfloat16, "cpu")
+    wrapper = ExtendWrapper(manager.ops, key_means=common, fitted=fitted)
+    wrapper.plan(torch.tensor([1]), torch.tensor([0]), torch.tensor([4]), [0], [4])
+    q, key = torch.zeros(4, HEADS * GROUP, DIM).bfloat16(), torch.zeros(4, HEADS, DIM).bfloat16()
+    with pytest.raises(AssertionError, match="cap"):
+        wrapper.run(0, q, key, key, Scaling(0.1, 30.0))
+    with pytest.raises(AssertionError, match="sink"):
+        wrapper.run(0, q, key, key, Scaling(0.1), torch.zeros(HEADS * GROUP))
 
 
 @pytest.mark.parametrize("dim", [64, 96])
