@@ -256,19 +256,46 @@ def test_files(tmp_path: Path) -> None:
     ):
         with pytest.raises(ConfigError, match=said):
             read_noise_shaping(str(path), *shape)
-    bad = stretched(3, 2, 8, 8)
-    bad[0, 0, 0] = float("nan")
-    flat = torch.diag(torch.logspace(0, 3, 8)).expand(3, 2, 8, 8)
-    for keys, said in ((bad, "not finite"), (flat, "stretches one direction")):
-        write_noise_shaping(path, NoiseShaping(keys), {})
-        with pytest.raises(ConfigError, match=said):
-            read_noise_shaping(str(path), 3, 2, 8, 5)
-    save_file({"other": bad}, path)
+    save_file({"other": stretched(3, 2, 8, 8)}, path)
     with pytest.raises(ConfigError, match="no file of matrices"):
         read_noise_shaping(str(path), 3, 2, 8, 5)
     path.write_bytes(b"nothing")
     with pytest.raises(ConfigError, match="no file of matrices"):
         read_noise_shaping(str(path), 3, 2, 8, 5)
+
+
+GOOD = stretched(3, 2, 8, 8)
+SIZE = "as long, or as short"
+
+
+@pytest.mark.parametrize(
+    ("bad", "said"),
+    [
+        (GOOD * float("nan"), "not finite"), (GOOD * 0, SIZE), (-GOOD, SIZE), (GOOD * 100, SIZE), (GOOD / 100, SIZE),
+        (GOOD * torch.eye(8)[:7].sum(0) * torch.eye(8)[:7].sum(0)[:, None], SIZE), (GOOD.triu(), "not symmetric"),
+        (torch.diag(torch.logspace(-1, 1, 8)).expand(3, 2, 8, 8), SIZE), (GOOD.roll(1, 2), "not symmetric"),
+    ],
+    ids=["nan", "zeros", "negative", "large", "small", "singular", "half", "stretch", "shifted"],
+)  # fmt: skip
+def test_damaged_files(bad: torch.Tensor, said: str, tmp_path: Path) -> None:
+    """One matrix among good ones is enough, of keys or of values."""
+    path = tmp_path / "s.safetensors"
+    one = GOOD.clone()
+    one[2, 1] = bad[2, 1]
+    for shaping in (NoiseShaping(bad), NoiseShaping(one), NoiseShaping(GOOD, one)):
+        write_noise_shaping(path, shaping, {})
+        with pytest.raises(ConfigError, match=said):
+            read_noise_shaping(str(path), 3, 2, 8, 8)
+
+
+def test_what_is_fitted_is_never_taken_for_damaged() -> None:
+    """As far as a fit goes, in single precision."""
+    sizes = torch.logspace(-9, 9, 64, dtype=torch.float64)
+    turn = torch.linalg.qr(torch.randn(64, 64, generator=torch.Generator().manual_seed(1), dtype=torch.float64)).Q
+    for moment_ in (sizes.diag(), (turn * sizes) @ turn.mT, torch.zeros(64, 64).double()):
+        other = moment_.flip(0, 1)
+        found = torch.stack([balanced(moment_, other), balanced(other, moment_)]).float()[None]
+        assert NoiseShaping(found, found).impossible() == ""
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from sglang_diffkv.attention.whole import Sight
 from sglang_diffkv.config import CACHE_ENV
 from sglang_diffkv.key_means import SINKS
 from sglang_diffkv.layout.ranks import Ranks
-from sglang_diffkv.noise_shaping import read_noise_shaping
+from sglang_diffkv.noise_shaping import NoiseShaping, read_noise_shaping, write_noise_shaping
 from sglang_diffkv.srt.startup import own_shaping
 from sglang_diffkv.srt.startup.reading_pass import Seen
 from sglang_diffkv.srt.versions import compat
@@ -87,6 +87,25 @@ def test_the_first_start_fits_and_later_ones_read(
     )
     own_shaping.find(server(Ranks(2, 1)), None)
     assert len(passes) == 3 and len(list(folder.iterdir())) == 2, "another rank's are others"
+
+
+@pytest.mark.parametrize("kept", ["zeros", "factor", "lopsided", "singular"])
+def test_damaged_matrices_are_fitted_again(
+    kept: str, passes: list[int], folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Files of the right form, whose numbers are none that a fit gives."""
+    shaping = own_shaping.find(server(), None)
+    assert shaping is not None
+    (file,), keys = folder.iterdir(), shaping.keys
+    bad = {"zeros": keys * 0, "factor": keys * 1e3, "lopsided": keys.clone(), "singular": keys.clone()}[kept]
+    if kept == "lopsided":
+        bad[..., 1, 0] += 0.5
+    bad[1, 0] = torch.ones(DIM, DIM) if kept == "singular" else bad[1, 0]
+    write_noise_shaping(file, NoiseShaping(bad, shaping.values), {})
+    again = own_shaping.find(server(), None)
+    assert again is not None and torch.equal(again.keys, keys) and len(passes) == 2
+    assert "kept noise shaping is fitted again" in caplog.text
+    assert torch.equal(read_noise_shaping(str(file), LAYERS, HEADS, DIM, VALUE_DIM).keys, keys), "and kept"
 
 
 def test_values_are_left_where_the_weights_behind_attention_are_not_found(
