@@ -85,11 +85,17 @@ def balanced(reads: torch.Tensor, stored: torch.Tensor) -> torch.Tensor:
 
     Args:
         reads, stored: [..., dim, dim] float64, second moments: of what reads, and of what is stored. Of numbers that
-            are not finite come none that are.
+            are not finite, or that have no eigenvectors which LAPACK finds, come none that are finite.
     """
-    if not (reads.isfinite().all() and stored.isfinite().all()):
-        return torch.full_like(stored, float("nan"))
-    reads, stored = _shrunk(reads), _shrunk(stored)
+    if reads.isfinite().all() and stored.isfinite().all():
+        try:
+            return _balanced(_shrunk(reads), _shrunk(stored))
+        except torch.linalg.LinAlgError:
+            pass
+    return torch.full_like(stored, float("nan"))
+
+
+def _balanced(reads: torch.Tensor, stored: torch.Tensor) -> torch.Tensor:
     root, inverse = _power(stored, 0.5), _power(stored, -0.5)
     sizes, directions = torch.linalg.eigh(inverse @ _power(root @ reads @ root, 0.5) @ inverse)
     stretch = sizes.clamp(min=torch.finfo(sizes.dtype).tiny).log() / 2
