@@ -226,6 +226,32 @@ def test_pages_lose_less_where_queries_hardly_look() -> None:
     assert error("K4V8", None, rotation, key, fitted=shaped) < 0.75 * error("K4V8", None, rotation, key)
 
 
+@pytest.mark.parametrize("with_means", [False, True])
+def test_new_tokens_are_emulated_behind_their_matrices(with_means: bool) -> None:
+    """Logits, and values, have the rounding of the products, as those of pages have."""
+    shaping, common = random_shaping(values=True), keys_with_much_in_common()[1]
+    q, key, value = (x.bfloat16() for x in vectors(50))
+    means = common if with_means else None
+    stored = Stored((Tier(8, 8),), None, NO_ROTATION, means, shaping.transform(torch.bfloat16, "cpu", BOTH))
+    less = key if means is None else key - means[1].bfloat16()
+    asked, kept, held = shaping.transform(torch.bfloat16, "cpu", BOTH, GROUP).turn(1, q, less, value)
+    fitted = stored.fitted
+    assert fitted.outputs is not None
+
+    def logits(queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+        """Less what softmax does not see. [Hq, N, D] and [H, N, D]."""
+        found = queries.float() @ keys.float().repeat_interleave(GROUP, 0).mT
+        return found - found.mean(2, keepdim=True)
+
+    by_head = q.transpose(0, 1)
+    expected = logits(asked.transpose(0, 1), kept.transpose(0, 1))
+    found = logits(stored.asked(by_head, 1), stored.keys(key.transpose(0, 1), 1).computed)
+    plain = logits(by_head, key.transpose(0, 1))
+    assert (found - expected).norm() < 1e-4 * expected.norm() < 0.1 * (plain - expected).norm()
+    values = stored.values(value.transpose(0, 1), 1).computed
+    torch.testing.assert_close(values, held.transpose(0, 1).float() @ fitted.outputs[1].float())
+
+
 def test_the_emulation_loses_less_too() -> None:
     """What queries make of the error of keys, and weights behind attention of that of values."""
     looks = {}
