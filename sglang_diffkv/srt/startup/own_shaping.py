@@ -108,7 +108,8 @@ def _kept_or_fitted(runner: Any, ids: list[int]) -> Found:
     shape = (state.num_layers, state.num_heads, state.fmt.head_dim, state.fmt.v_head_dim)
     file, why = own_means.kept_in(f"noise-shaping-{FORMAT}", runner, ids, ranks.rank, ranks.size)
     found = None if file is None else _kept(file, shape)
-    if not ranks.largest(np.array([found is None], dtype=np.int64))[0]:
+    lacking = ranks.largest(np.array([found is None], dtype=np.int64))[0]
+    if found is not None and not lacking:
         found = _alike(found, ranks)
         return Found(found, f"of {named(file)}", _facts(found, ids, file))
     began, moments = time.perf_counter(), Moments()
