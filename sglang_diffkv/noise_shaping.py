@@ -12,6 +12,7 @@ instead of ``tr Q tr K``. For values the weights behind attention stand for quer
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,7 +30,9 @@ from sglang_diffkv.key_means import SINKS
 MOST_BYTES = 1 << 31
 """Of a file."""
 MOST_STRETCH = 32.0
-"""By which a matrix stretches one direction more than another, at most."""
+"""By which a matrix stretches one direction more than another, at most: each by up to its root, or by one over it."""
+SLACK = 1e-3
+"""For rounding, in what fitted matrices keep to."""
 SHRINKAGE = 0.01
 """Share of a second moment that is the same in every direction, since it is known from one text."""
 
@@ -82,15 +85,21 @@ def balanced(reads: torch.Tensor, stored: torch.Tensor) -> torch.Tensor:
 
     Args:
         reads, stored: [..., dim, dim] float64, second moments: of what reads, and of what is stored. Of numbers that
-            are not finite come none that are.
+            are not finite, or that have no eigenvectors which LAPACK finds, come none that are finite.
     """
-    if not (reads.isfinite().all() and stored.isfinite().all()):
-        return torch.full_like(stored, float("nan"))
-    reads, stored = _shrunk(reads), _shrunk(stored)
+    if reads.isfinite().all() and stored.isfinite().all():
+        try:
+            return _balanced(_shrunk(reads), _shrunk(stored))
+        except torch.linalg.LinAlgError:
+            pass
+    return torch.full_like(stored, float("nan"))
+
+
+def _balanced(reads: torch.Tensor, stored: torch.Tensor) -> torch.Tensor:
     root, inverse = _power(stored, 0.5), _power(stored, -0.5)
     sizes, directions = torch.linalg.eigh(inverse @ _power(root @ reads @ root, 0.5) @ inverse)
     stretch = sizes.clamp(min=torch.finfo(sizes.dtype).tiny).log() / 2
-    most = torch.tensor(MOST_STRETCH, dtype=stretch.dtype).log() / 2
+    most = math.log(MOST_STRETCH) / 2
     stretch = (stretch - stretch.mean(-1, keepdim=True)).clamp(-most, most)
     return (directions * stretch.exp().unsqueeze(-2)) @ directions.mT
 
@@ -151,9 +160,11 @@ class NoiseShaping:
                 continue
             if not found.isfinite().all():
                 return "numbers that are not finite"
-            sizes = torch.linalg.eigvalsh(found.double())
-            if (sizes[..., -1] > 2 * MOST_STRETCH * sizes[..., 0]).any():
-                return f"a matrix that stretches one direction over {MOST_STRETCH:g} times as much as another"
+            if ((found - found.mT).abs() > SLACK).any():
+                return "a matrix that is not symmetric"
+            sizes, most = torch.linalg.eigvalsh(found.double()), math.sqrt(MOST_STRETCH) * (1 + SLACK)
+            if (sizes > most).any() or (sizes < 1 / most).any():
+                return f"a matrix that makes a direction over {most:.2f} times as long, or as short"
         return ""
 
 

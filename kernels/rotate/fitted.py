@@ -52,6 +52,11 @@ class FittedTransform:
     queries: torch.Tensor | None = None
     outputs: torch.Tensor | None = None
 
+    @property
+    def stretches_keys(self) -> bool:
+        """Whether keys are multiplied by what is no rotation."""
+        return self.keys is not None and self.queries is not None
+
     def turn(
         self, layer: int, q: torch.Tensor, key: torch.Tensor, value: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -50,7 +50,8 @@ class Span:
 
 @dataclass(frozen=True)
 class Forms:
-    """Keys or values [H, N, D] float32 as computed, and as the high and the low tier store them."""
+    """Keys or values [H, N, D] float32 as computed, and as the high and the low tier store them. Each has been
+    multiplied by the fitted matrices, rounded, and turned back."""
 
     computed: torch.Tensor
     high: torch.Tensor
@@ -59,12 +60,12 @@ class Forms:
 
 @dataclass(frozen=True)
 class Stored:
-    """How tokens are stored.
+    """How tokens are stored, and attend.
 
     Attributes:
         tiers: one or two, high first. policy: which of two a token goes to. rotation: before rounding.
         means: [layers, H, D], taken off keys before they are rounded; None for none. fitted: matrices that come before
-            the rotation, of each KV head, in the model's dtype.
+            the rotation, of each KV head, in the model's dtype. Before any that are no rotations the means come off.
     """
 
     tiers: tuple[Tier, ...]
@@ -93,7 +94,12 @@ class Stored:
         if fitted.keys is not None:
             undone = fitted.keys if fitted.queries is None else fitted.queries
             pair = fitted.keys[layer].to(key.device), undone[layer].mT.to(key.device)
-        return self._forms(key, [x.k_bits for x in self.tiers], turned=self.rotation.keys, means=means, pair=pair)
+        bits, turned = [x.k_bits for x in self.tiers], self.rotation.keys
+        if means is None or not fitted.stretches_keys:
+            return self._forms(key, bits, turned=turned, means=means, pair=pair)
+        off = means.to(key.dtype)
+        found = self._forms(key - off, bits, turned=turned, means=None, pair=pair)
+        return Forms(*(x + off.float() for x in (found.computed, found.high, found.low)))
 
     def values(self, value: torch.Tensor, layer: int) -> Forms:
         """``value`` [H, N, D], in the model's dtype. ``layer``: its place in ``fitted``."""
@@ -102,6 +108,16 @@ class Stored:
             undone = fitted.values.mT if fitted.outputs is None else fitted.outputs
             pair = fitted.values[layer].to(value.device), undone[layer].to(value.device)
         return self._forms(value, [x.v_bits for x in self.tiers], turned=self.rotation.values, means=None, pair=pair)
+
+    def asked(self, query: torch.Tensor, layer: int) -> torch.Tensor:
+        """``query`` [Hq, N, D], in the model's dtype: float32, as it is rounded behind ``fitted``, and turned back."""
+        fitted = self.fitted
+        if fitted.keys is None:
+            return query.float()
+        undone = (fitted.keys if fitted.queries is None else fitted.queries)[layer]
+        back = torch.linalg.inv(undone.double()).float()
+        there, back = (x.to(query.device).repeat_interleave(query.shape[0] // x.shape[0], 0) for x in (undone, back))
+        return (query @ there).float() @ back
 
     def queries(self, query: torch.Tensor) -> torch.Tensor:
         """``query`` as it meets stored keys."""
@@ -119,6 +135,7 @@ class Stored:
         stored, off = x, means
         if pair is not None:
             stored, off = x @ pair[0], None if means is None else means @ pair[0].float()
+        computed = stored.float() if pair is None else stored.float() @ pair[1].float()
         stored = rotated(stored) if turned else stored.float()
         if off is not None:
             off = (rotated(off) if turned else off).to(x.dtype).float()
@@ -131,7 +148,7 @@ class Stored:
             y = rotated(y) if turned else y
             return y if pair is None else y @ pair[1].float()
 
-        return Forms(x.float(), back(high), back(low))
+        return Forms(computed, back(high), back(low))
 
 
 AS_COMPUTED = Stored((Tier(RAW_BITS, RAW_BITS),))
@@ -203,7 +220,7 @@ def attend(
     """
     assert sight.sinks is None, "attention sinks are not emulated"
     heads, tokens = key.shape[:2]
-    queries = query.float().view(heads, -1, *query.shape[1:])  # [H, G, N, D]
+    queries = stored.asked(query, layer).view(heads, -1, *query.shape[1:])  # [H, G, N, D]
     keys, values = stored.keys(key, layer), stored.values(value, layer)
     policy, least = stored.scored, tokens if stored.scored else span.cached
     received = torch.zeros(*queries.shape[:3], device=key.device)  # [H, G, N]

@@ -144,7 +144,7 @@ class VerifyWrapper(Wrapper):
         sink_logits: torch.Tensor | None = None,
     ) -> torch.Tensor:  # fmt: skip
         step = self._planned(q, scaling, sink_logits)
-        q, key, value = self.fitted.turn(layer, q, key, value)
+        q, key, value = self._fitted(layer, q, key, value)
         room, tokens = self._room, q.shape[0]
         assert room is not None and layer == self._ran, "layers come in order"
         form = self._as_stored(step, layer, q, key, value)

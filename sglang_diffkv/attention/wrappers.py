@@ -28,7 +28,8 @@ class Wrapper:
             steps keep their queries, for a policy that scores running requests. key_means: [L, H, head_dim] float,
             taken off keys before they are stored, not rotated; see ``sglang_diffkv/key_means.py``. Not for layers with
             a logit cap, which sees what softmax does not. fitted: matrices that come before all else, in the state's
-            dtype; key means are of keys before them.
+            dtype; key means are of keys before them. The means come off behind rotations, and before other matrices:
+            a product of keys with much in common, once rounded, hardly holds what they differ by.
     """
 
     decodes: bool
@@ -46,11 +47,14 @@ class Wrapper:
         self.state, self.policy = ops.state, ops.policy
         state = self.state
         self.key_means: torch.Tensor | None = None  # [L, H, head_dim] float32, rotated as keys are
-        self._rounded_means = key_means  # the same numbers in the state's dtype, which they are rounded to
+        self._rounded_means: torch.Tensor | None = None  # the same numbers in the state's dtype
         self._given_means: torch.Tensor | None = None  # and before they are rotated, float32
         self._means_of: Sequence[torch.Tensor | None] = [None] * state.num_layers  # ``key_means`` of each layer
-        if key_means is not None:
-            assert key_means.shape == (state.num_layers, state.num_heads, state.fmt.head_dim)
+        self._first_means: torch.Tensor | None = None  # in place of all these where they come off before ``fitted``
+        assert key_means is None or key_means.shape == (state.num_layers, state.num_heads, state.fmt.head_dim)
+        if key_means is not None and fitted.stretches_keys:
+            self._first_means = key_means.to(state.device, state.dtype)
+        elif key_means is not None:
             means = fitted.of_means(key_means.to(state.device, torch.float32))
             self._rounded_means = (rotated(means) if rotation.keys else means).to(state.dtype)
             self.key_means = self._rounded_means.float()
@@ -84,10 +88,18 @@ class Wrapper:
         """The step that runs, for which such a layer is possible."""
         assert self.step is not None, "plan comes first"
         assert sink_logits is None or sink_logits.shape == (q.shape[1],)
-        if self.key_means is not None:
+        if self.key_means is not None or self._first_means is not None:
             assert not scaling.cap, "a logit cap sees what is taken off keys"
             assert sink_logits is None, "a sink's logit is not moved with those of keys"
         return self.step
+
+    def _fitted(
+        self, layer: int, q: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """New tokens behind the fitted matrices. Softmax does not see what comes off all keys alike."""
+        if self._first_means is not None:
+            key = key - self._first_means[layer]
+        return self.fitted.turn(layer, q, key, value)
 
     def _as_stored(
         self, step: Step, layer: int, q: torch.Tensor, key: torch.Tensor, value: torch.Tensor
@@ -123,7 +135,7 @@ class DecodeWrapper(Wrapper):
         sink_logits: torch.Tensor | None = None,
     ) -> torch.Tensor:  # fmt: skip
         step = self._planned(q, scaling, sink_logits)
-        q, key, value = self.fitted.turn(layer, q, key, value)
+        q, key, value = self._fitted(layer, q, key, value)
         means = self._means_of[layer]
         rotated = self.ops.append(layer, key, value, step, rotation=self.rotation, key_means=means, query=q)
         assert rotated is not None
@@ -183,7 +195,7 @@ class ExtendWrapper(Wrapper):
         sink_logits: torch.Tensor | None = None,
     ) -> torch.Tensor:  # fmt: skip
         step = self._planned(q, scaling, sink_logits)
-        q, key, value = self.fitted.turn(layer, q, key, value)
+        q, key, value = self._fitted(layer, q, key, value)
         self.ops.append(layer, key, value, step, rotation=self.rotation, key_means=self._means_of[layer])
         # New tokens that see each other only: in any form attention is the same, and so are scores.
         if not step.max_prefix and not self.ops.reads_new_tokens:

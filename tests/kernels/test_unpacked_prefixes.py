@@ -9,10 +9,12 @@ import pytest
 import torch
 
 from sglang_diffkv.attention.wrappers import ExtendWrapper
+from sglang_diffkv.kernels.rotate.fitted import NOT_FITTED, FittedTransform
 from sglang_diffkv.kernels.rotate.reference import NO_ROTATION, Rotation
 from sglang_diffkv.layout.state import PageState
 from sglang_diffkv.mem_pool.device import OpsOf
 from sglang_diffkv.mem_pool.integrity import check_integrity
+from sglang_diffkv.noise_shaping import NoiseShaping
 from sglang_diffkv.ops import ReferenceOps, Scaling, read_back
 from sglang_diffkv.ops.prompt_scores import StoredSums
 from sglang_diffkv.ops.read_back import heads_hold_all
@@ -50,12 +52,12 @@ class Prompts:
 
     def __init__(
         self, make_ops: OpsOf, tiers: str, policy: Policy, rotation: Rotation, means: torch.Tensor | None = None,
-        scaling: Scaling = SCALING, sinks: torch.Tensor | None = None,
+        scaling: Scaling = SCALING, sinks: torch.Tensor | None = None, fitted: FittedTransform = NOT_FITTED,
     ):  # fmt: skip
         fmt = make_format(tiers, DIM)
         self.manager = make_manager(fmt, layers=LAYERS, heads=HEADS, policy=policy, make_ops=make_ops, pages=600)
         means = None if means is None else means.to(DEVICE)
-        self.wrapper = ExtendWrapper(self.manager.ops, rotation=rotation, key_means=means)
+        self.wrapper = ExtendWrapper(self.manager.ops, rotation=rotation, key_means=means, fitted=fitted)
         self.scaling, self.sinks, self.generator = scaling, sinks, torch.Generator().manual_seed(2)
         self.outs: list[torch.Tensor] = []
 
@@ -150,6 +152,23 @@ def test_passes_give_what_the_references_give(tiers: str, policy: Policy, rotate
     assert len(mine.scores) == len(expected.scores)
     for got, known in zip(mine.scores, expected.scores, strict=True):
         assert close(got, known) < 2e-2
+
+
+def test_key_means_that_come_off_before_fitted_matrices() -> None:
+    """Prefixes read back are of keys without them; as computed, attention is what it is without either."""
+    common = torch.randn(LAYERS, HEADS, DIM, generator=torch.Generator().manual_seed(7)) * 2
+    stretched = torch.linspace(0.5, 3, DIM).diag().expand(LAYERS, HEADS, DIM, DIM)
+    fitted = NoiseShaping(stretched, stretched.flip(2, 3)).transform(BF16, DEVICE, BOTH, GROUP)
+    for tiers, policy in (("K8V4 K4V2", WINDOW), ("BF16", UniformPolicy())):
+        given = (tiers, policy, NO_ROTATION, common, SCALING, None, fitted)
+        made: list[TritonOps] = []
+        mine, expected = run(ops_of(policy, made), *given), run(reference_of(policy), *given)
+        assert made[0].ragged is not None
+        for got, known in zip(mine.outs, expected.outs, strict=True):
+            assert close(got, known) < 2e-2
+    plain = run(reference_of(policy), tiers, policy, NO_ROTATION)
+    for got, known in zip(mine.outs, plain.outs, strict=True):
+        assert close(got, known) < 3e-2
 
 
 def test_a_logit_cap_and_no_rotation() -> None:

@@ -167,6 +167,9 @@ def test_what_is_stored_behind_fitted_matrices():
     stretched = torch.diag(torch.linspace(0.5, 3, 64)).expand(2, 2, 64, 64)
     shaped = NoiseShaping(stretched, stretched.flip(2, 3)).transform(BF16, DEVICE, Rotation(True, True))
     check_commits("reference", "K8V4 K4V2", diffkv_policy(1.0, 0.0, 6), fitted=shaped)
+    common = 100 * torch.randn(2, 2, 64, generator=torch.Generator().manual_seed(8))
+    check_commits("reference", "BF16", RAW, common, fitted=shaped)
+    check_commits("reference", "K8V4 K4V2", diffkv_policy(1.0, 0.0, 6), common, fitted=shaped)
 
 
 def check_committed(plain, drafted, lengths, got, outs, *, raw, exact):
@@ -187,13 +190,18 @@ def check_committed(plain, drafted, lengths, got, outs, *, raw, exact):
         assert torch.equal(found, out) or not (raw and exact)
 
 
-def check_commits(kind, tiers, policy, **form):
+def check_commits(kind, tiers, policy, common=None, **form):
+    """``common``: [L, H, 64], what the drafts' keys have in common, which comes off."""
+    if common is not None:
+        form["means"] = common
     plain, decode, _ = make(tiers, kind, policy, **form)
     drafted, _, verify = make(tiers, kind, policy, **form)
     rows, generator = [2, 3, 1], torch.Generator().manual_seed(5)
     rounds = [[2, 1, 3], [3, 3, 3], [1, 3, 2], [1, 1, 1]]
     for accepted in rounds if kind == "reference" else rounds[:2]:
         layers = drawn(plain, generator)
+        if common is not None:
+            layers = [(q, key + of_layer.to(BF16), v) for (q, key, v), of_layer in zip(layers, common, strict=True)]
         lengths = [plain.rows.length(row) for row in rows]
         for manager in (plain, drafted):
             room(manager, rows, DRAFTS)

@@ -12,12 +12,15 @@ from safetensors.torch import save_file
 
 from sglang_diffkv.attention.emulated import Stored, stored_of
 from sglang_diffkv.attention.whole import Sight, attention_rows, error_weights
+from sglang_diffkv.attention.wrappers import ExtendWrapper
 from sglang_diffkv.config import load_config
 from sglang_diffkv.errors import ConfigError
 from sglang_diffkv.kernels.rotate.fitted import NOT_FITTED
 from sglang_diffkv.kernels.rotate.reference import NO_ROTATION, Rotation, rotated
 from sglang_diffkv.key_means import SINKS
-from sglang_diffkv.layout.page_format import Tier
+from sglang_diffkv.layout.geometry import Geometry
+from sglang_diffkv.layout.page_format import PageFormat, Tier
+from sglang_diffkv.mem_pool.page_manager import PageManager
 from sglang_diffkv.noise_shaping import (
     MOST_STRETCH,
     Moments,
@@ -27,6 +30,8 @@ from sglang_diffkv.noise_shaping import (
     read_noise_shaping,
     write_noise_shaping,
 )
+from sglang_diffkv.ops import Scaling
+from sglang_diffkv.policies.uniform import UniformPolicy
 from tests.pages.test_key_means import DIM, GROUP, HEADS, LAYERS, error, keys_with_much_in_common
 
 BOTH = Rotation(True, True)
@@ -158,6 +163,42 @@ def test_attention_stays(values: bool, rotation: Rotation, with_means: bool, gro
     assert error("BF16", means, left, key, 24, fitted=fitted) < 3e-2, "a sliding layer"
 
 
+@pytest.mark.parametrize("tiers", ["K8V8", "K8V6 K4V3"])
+@pytest.mark.parametrize(("rotation", "group"), [(NO_ROTATION, 1), (BOTH, GROUP)])
+def test_what_keys_have_in_common_is_not_rounded_with_them(tiers: str, rotation: Rotation, group: int) -> None:
+    """It is hundreds of times larger than what they differ by, and comes off before the product."""
+    common = torch.zeros(LAYERS, HEADS, DIM)
+    common[..., [3, 20, 41]] = torch.tensor([300.0, -210.0, 120.0])
+    drawn = torch.randn(60, HEADS, DIM, generator=torch.Generator().manual_seed(1))
+    near, far = drawn.bfloat16(), (common[1] + drawn).bfloat16()
+    shaping = random_shaping(values=True)
+    fitted = shaping.transform(torch.bfloat16, "cpu", rotation, group)
+    without = error(tiers, None, NO_ROTATION, near, fitted=fitted)
+    assert error(tiers, common, NO_ROTATION, far, fitted=fitted) < 1.2 * without
+    for attention_span in (5, 24):
+        alone = error(tiers, None, NO_ROTATION, near, attention_span, fitted=fitted)
+        assert error(tiers, common, NO_ROTATION, far, attention_span, fitted=fitted) < 1.2 * alone
+    by_head = shaping.transform(torch.bfloat16, "cpu", rotation)
+    found = Stored((Tier(8, 8),), None, NO_ROTATION, common, by_head).keys(far.transpose(0, 1), 1)
+    assert (found.high - far.transpose(0, 1).float()).norm() < 0.02 * drawn.norm(), "as it is emulated"
+
+
+def test_logit_caps_do_not_bear_means_that_come_off_first() -> None:
+    common = torch.ones(LAYERS, HEADS, DIM)
+    manager = PageManager(
+        Geometry(PageFormat(DIM, DIM, (Tier(8, 8),), 8), LAYERS, HEADS, 100, 3, 2, 100), UniformPolicy(),
+        dtype=torch.bfloat16,
+    )  # fmt: skip
+    fitted = random_shaping(values=False).transform(torch.bfloat16, "cpu")
+    wrapper = ExtendWrapper(manager.ops, key_means=common, fitted=fitted)
+    wrapper.plan(torch.tensor([1]), torch.tensor([0]), torch.tensor([4]), [0], [4])
+    q, key = torch.zeros(4, HEADS * GROUP, DIM).bfloat16(), torch.zeros(4, HEADS, DIM).bfloat16()
+    with pytest.raises(AssertionError, match="cap"):
+        wrapper.run(0, q, key, key, Scaling(0.1, 30.0))
+    with pytest.raises(AssertionError, match="sink"):
+        wrapper.run(0, q, key, key, Scaling(0.1), torch.zeros(HEADS * GROUP))
+
+
 @pytest.mark.parametrize("dim", [64, 96])
 def test_the_hadamard_matrix_comes_behind(dim: int) -> None:
     """In one product, blocks where the dimension is no power of two."""
@@ -183,6 +224,32 @@ def test_pages_lose_less_where_queries_hardly_look() -> None:
     shaped = NoiseShaping(found).transform(torch.bfloat16, "cpu")
     rotation = Rotation(keys=True)
     assert error("K4V8", None, rotation, key, fitted=shaped) < 0.75 * error("K4V8", None, rotation, key)
+
+
+@pytest.mark.parametrize("with_means", [False, True])
+def test_new_tokens_are_emulated_behind_their_matrices(with_means: bool) -> None:
+    """Logits, and values, have the rounding of the products, as those of pages have."""
+    shaping, common = random_shaping(values=True), keys_with_much_in_common()[1]
+    q, key, value = (x.bfloat16() for x in vectors(50))
+    means = common if with_means else None
+    stored = Stored((Tier(8, 8),), None, NO_ROTATION, means, shaping.transform(torch.bfloat16, "cpu", BOTH))
+    less = key if means is None else key - means[1].bfloat16()
+    asked, kept, held = shaping.transform(torch.bfloat16, "cpu", BOTH, GROUP).turn(1, q, less, value)
+    fitted = stored.fitted
+    assert fitted.outputs is not None
+
+    def logits(queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+        """Less what softmax does not see. [Hq, N, D] and [H, N, D]."""
+        found = queries.float() @ keys.float().repeat_interleave(GROUP, 0).mT
+        return found - found.mean(2, keepdim=True)
+
+    by_head = q.transpose(0, 1)
+    expected = logits(asked.transpose(0, 1), kept.transpose(0, 1))
+    found = logits(stored.asked(by_head, 1), stored.keys(key.transpose(0, 1), 1).computed)
+    plain = logits(by_head, key.transpose(0, 1))
+    assert (found - expected).norm() < 1e-4 * expected.norm() < 0.1 * (plain - expected).norm()
+    values = stored.values(value.transpose(0, 1), 1).computed
+    torch.testing.assert_close(values, held.transpose(0, 1).float() @ fitted.outputs[1].float())
 
 
 def test_the_emulation_loses_less_too() -> None:
@@ -215,19 +282,46 @@ def test_files(tmp_path: Path) -> None:
     ):
         with pytest.raises(ConfigError, match=said):
             read_noise_shaping(str(path), *shape)
-    bad = stretched(3, 2, 8, 8)
-    bad[0, 0, 0] = float("nan")
-    flat = torch.diag(torch.logspace(0, 3, 8)).expand(3, 2, 8, 8)
-    for keys, said in ((bad, "not finite"), (flat, "stretches one direction")):
-        write_noise_shaping(path, NoiseShaping(keys), {})
-        with pytest.raises(ConfigError, match=said):
-            read_noise_shaping(str(path), 3, 2, 8, 5)
-    save_file({"other": bad}, path)
+    save_file({"other": stretched(3, 2, 8, 8)}, path)
     with pytest.raises(ConfigError, match="no file of matrices"):
         read_noise_shaping(str(path), 3, 2, 8, 5)
     path.write_bytes(b"nothing")
     with pytest.raises(ConfigError, match="no file of matrices"):
         read_noise_shaping(str(path), 3, 2, 8, 5)
+
+
+GOOD = stretched(3, 2, 8, 8)
+SIZE = "as long, or as short"
+
+
+@pytest.mark.parametrize(
+    ("bad", "said"),
+    [
+        (GOOD * float("nan"), "not finite"), (GOOD * 0, SIZE), (-GOOD, SIZE), (GOOD * 100, SIZE), (GOOD / 100, SIZE),
+        (GOOD * torch.eye(8)[:7].sum(0) * torch.eye(8)[:7].sum(0)[:, None], SIZE), (GOOD.triu(), "not symmetric"),
+        (torch.diag(torch.logspace(-1, 1, 8)).expand(3, 2, 8, 8), SIZE), (GOOD.roll(1, 2), "not symmetric"),
+    ],
+    ids=["nan", "zeros", "negative", "large", "small", "singular", "half", "stretch", "shifted"],
+)  # fmt: skip
+def test_damaged_files(bad: torch.Tensor, said: str, tmp_path: Path) -> None:
+    """One matrix among good ones is enough, of keys or of values."""
+    path = tmp_path / "s.safetensors"
+    one = GOOD.clone()
+    one[2, 1] = bad[2, 1]
+    for shaping in (NoiseShaping(bad), NoiseShaping(one), NoiseShaping(GOOD, one)):
+        write_noise_shaping(path, shaping, {})
+        with pytest.raises(ConfigError, match=said):
+            read_noise_shaping(str(path), 3, 2, 8, 8)
+
+
+def test_what_is_fitted_is_never_taken_for_damaged() -> None:
+    """As far as a fit goes, in single precision."""
+    sizes = torch.logspace(-9, 9, 64, dtype=torch.float64)
+    turn = torch.linalg.qr(torch.randn(64, 64, generator=torch.Generator().manual_seed(1), dtype=torch.float64)).Q
+    for moment_ in (sizes.diag(), (turn * sizes) @ turn.mT, torch.zeros(64, 64).double()):
+        other = moment_.flip(0, 1)
+        found = torch.stack([balanced(moment_, other), balanced(other, moment_)]).float()[None]
+        assert NoiseShaping(found, found).impossible() == ""
 
 
 @pytest.mark.parametrize(

@@ -3,18 +3,23 @@ none. Texts, folders and ranks are as of key means (``test_own_means.py``)."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from sglang.srt.layers.linear import RowParallelLinear
+from sglang.srt.layers.radix_attention import RadixAttention
 
 from sglang_diffkv.attention.whole import Sight
 from sglang_diffkv.config import CACHE_ENV
 from sglang_diffkv.key_means import SINKS
 from sglang_diffkv.layout.ranks import Ranks
-from sglang_diffkv.noise_shaping import read_noise_shaping
+from sglang_diffkv.noise_shaping import NoiseShaping, output_products, read_noise_shaping, write_noise_shaping
+from sglang_diffkv.srt.models.outputs import products_behind_attention
 from sglang_diffkv.srt.startup import own_shaping
 from sglang_diffkv.srt.startup.reading_pass import Seen
 from sglang_diffkv.srt.versions import compat
@@ -33,7 +38,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def server(ranks: Ranks | None = None, **args: Any) -> Any:
     found = runner(ranks, **args)
-    found.model = object()
+    found.model, found.device = object(), "cpu"
     found.token_to_kv_pool.manager.state.fmt = SimpleNamespace(head_dim=DIM, v_head_dim=VALUE_DIM)
     return found
 
@@ -89,6 +94,25 @@ def test_the_first_start_fits_and_later_ones_read(
     assert len(passes) == 3 and len(list(folder.iterdir())) == 2, "another rank's are others"
 
 
+@pytest.mark.parametrize("kept", ["zeros", "factor", "lopsided", "singular"])
+def test_damaged_matrices_are_fitted_again(
+    kept: str, passes: list[int], folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Files of the right form, whose numbers are none that a fit gives."""
+    shaping = own_shaping.find(server(), None)
+    assert shaping is not None
+    (file,), keys = folder.iterdir(), shaping.keys
+    bad = {"zeros": keys * 0, "factor": keys * 1e3, "lopsided": keys.clone(), "singular": keys.clone()}[kept]
+    if kept == "lopsided":
+        bad[..., 1, 0] += 0.5
+    bad[1, 0] = torch.ones(DIM, DIM) if kept == "singular" else bad[1, 0]
+    write_noise_shaping(file, NoiseShaping(bad, shaping.values), {})
+    again = own_shaping.find(server(), None)
+    assert again is not None and torch.equal(again.keys, keys) and len(passes) == 2
+    assert "kept noise shaping is fitted again" in caplog.text
+    assert torch.equal(read_noise_shaping(str(file), LAYERS, HEADS, DIM, VALUE_DIM).keys, keys), "and kept"
+
+
 def test_values_are_left_where_the_weights_behind_attention_are_not_found(
     passes: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -96,6 +120,80 @@ def test_values_are_left_where_the_weights_behind_attention_are_not_found(
     shaping = own_shaping.find(server(), None)
     assert shaping is not None and shaping.values is None and own_shaping.report()["values"] is False
     assert "for keys alone" in own_shaping.report()["how"]
+
+
+def projected(weight: torch.Tensor, apply: Callable[..., torch.Tensor] | None = None) -> torch.nn.Module:
+    """A model of two layers of attention, each beside the projection of what it gives, as SGLang builds them."""
+    layers = []
+    for number in range(2):
+        attention, projection = RadixAttention.__new__(RadixAttention), RowParallelLinear.__new__(RowParallelLinear)
+        for module in (attention, projection):
+            torch.nn.Module.__init__(module)
+        attention.layer_id, attention.v_head_dim = number, VALUE_DIM
+        attention.tp_q_head_num, attention.tp_v_head_num = HEADS * GROUP, HEADS
+        projection.input_size_per_partition = HEADS * GROUP * VALUE_DIM
+        if apply is None or number == 0:
+            projection.weight = torch.nn.Parameter(weight)
+        method = SimpleNamespace(apply=lambda layer, x, bias: x @ layer.weight.T)
+        projection.quant_method = method if apply is None or number == 0 else SimpleNamespace(apply=apply)
+        layers.append(torch.nn.ModuleList([attention, projection]))
+    return torch.nn.ModuleList(layers)
+
+
+def test_projections_that_cannot_be_asked_are_not_found(caplog: pytest.LogCaptureFixture) -> None:
+    weight = torch.randn(10, HEADS * GROUP * VALUE_DIM, generator=torch.Generator().manual_seed(1))
+    expected = output_products(weight, HEADS, VALUE_DIM)
+    found = products_behind_attention(projected(weight), torch.float32)
+    assert sorted(found) == [0, 1] and all(torch.allclose(x, expected) for x in found.values())
+    with_none = products_behind_attention(projected(weight, lambda layer, x, bias: x), torch.float32)
+    assert sorted(with_none) == [0] and "StopIteration" in caplog.text, "it has no parameters"
+    broken = projected(weight)
+    broken[0][1].weight.data[3, 4] = float("nan")
+    assert products_behind_attention(broken, torch.float32) == {} and "layer 0 cannot be read" in caplog.text
+    assert "not finite" in caplog.text
+
+
+@pytest.mark.parametrize("other", [0, 1])
+def test_ranks_shape_values_together_or_not(other: int, passes: list[int]) -> None:
+    """``other``: whether another rank found no weights behind attention."""
+    told = [0, 1, other, 0]  # cannot read, has no file, has no values, has bad matrices
+
+    def largest(numbers: np.ndarray) -> np.ndarray:
+        return np.maximum(numbers, told.pop(0)) if len(numbers) == 1 else numbers
+
+    shaping = own_shaping.find(server(Ranks(2, 0, largest)), None)
+    assert shaping is not None and (shaping.values is None) == bool(other) and not told
+    assert ("for keys alone" in own_shaping.report()["how"]) == bool(other)
+
+
+def test_weights_of_no_use_leave_values_alone(passes: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where LAPACK finds no eigenvectors."""
+    eigh = torch.linalg.eigh
+
+    def fails(moment: torch.Tensor) -> Any:
+        if moment.shape[-1] == VALUE_DIM:
+            raise torch.linalg.LinAlgError("did not converge")
+        return eigh(moment)
+
+    monkeypatch.setattr(torch.linalg, "eigh", fails)
+    shaping = own_shaping.find(server(), None)
+    assert shaping is not None and shaping.values is None and "for keys alone" in own_shaping.report()["how"]
+
+
+@pytest.mark.parametrize("full", [False, True])
+def test_the_device_gets_back_what_the_fit_took(full: bool, passes: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Behind the products, or where these do not fit."""
+    order = []
+
+    def products(model: Any, dtype: torch.dtype) -> dict[int, torch.Tensor]:
+        order.append("products")
+        if full:
+            raise torch.OutOfMemoryError("full")
+        return {}
+
+    monkeypatch.setattr(own_shaping, "products_behind_attention", products)
+    monkeypatch.setattr(own_shaping, "give_back", lambda runner: order.append("given back"))
+    assert (own_shaping.find(server(), None) is None) == full and order == ["products", "given back"]
 
 
 @pytest.mark.parametrize(

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import torch
 
 from sglang_diffkv.noise_shaping import output_products
 
+logger = logging.getLogger(__name__)
+
 
 @torch.no_grad()
 def products_behind_attention(model: Any, dtype: torch.dtype) -> dict[int, torch.Tensor]:
     """By layer of SGLang's loaded ``model``, ``output_products`` of this rank's heads: of layers that stand beside one
-    projection which takes what they give. ``dtype``: of the model."""
+    projection which takes what they give. ``dtype``: of the model. A projection that fails at that, or has numbers
+    that are not finite, is warned of, and no more are asked: values need those of all layers."""
     from sglang.srt.layers.linear import RowParallelLinear
     from sglang.srt.layers.radix_attention import RadixAttention
 
@@ -25,8 +29,17 @@ def products_behind_attention(model: Any, dtype: torch.dtype) -> dict[int, torch
             continue
         (layer,), (projection,) = layers, projections
         if projection.input_size_per_partition == layer.tp_q_head_num * layer.v_head_dim:
-            weight = _weight(projection, dtype)
-            found[layer.layer_id] = output_products(weight, layer.tp_v_head_num, layer.v_head_dim)
+            try:
+                product = output_products(_weight(projection, dtype), layer.tp_v_head_num, layer.v_head_dim)
+                if not product.isfinite().all():
+                    raise ValueError("numbers that are not finite")
+            except Exception as error:  # of any quantisation's kernels
+                why = f"{type(error).__name__}: {error}"
+                logger.warning(
+                    "DiffKV: the weights behind attention of layer %d cannot be read: %s", layer.layer_id, why
+                )
+                break
+            found[layer.layer_id] = product
     return found
 
 

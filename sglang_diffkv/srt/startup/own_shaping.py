@@ -22,10 +22,11 @@ from sglang_diffkv.attention.whole import Sight, error_weights
 from sglang_diffkv.errors import ConfigError
 from sglang_diffkv.files import named, write_privately
 from sglang_diffkv.key_means import SINKS
+from sglang_diffkv.layout.ranks import Ranks
 from sglang_diffkv.noise_shaping import Moments, NoiseShaping, read_noise_shaping, write_noise_shaping
 from sglang_diffkv.srt.models.outputs import products_behind_attention
 from sglang_diffkv.srt.startup import own_means
-from sglang_diffkv.srt.startup.reading_pass import read_vectors
+from sglang_diffkv.srt.startup.reading_pass import give_back, read_vectors
 from sglang_diffkv.srt.versions import compat
 
 logger = logging.getLogger(__name__)
@@ -107,16 +108,20 @@ def _kept_or_fitted(runner: Any, ids: list[int]) -> Found:
     shape = (state.num_layers, state.num_heads, state.fmt.head_dim, state.fmt.v_head_dim)
     file, why = own_means.kept_in(f"noise-shaping-{FORMAT}", runner, ids, ranks.rank, ranks.size)
     found = None if file is None else _kept(file, shape)
-    if not ranks.largest(np.array([found is None], dtype=np.int64))[0]:
+    lacking = ranks.largest(np.array([found is None], dtype=np.int64))[0]
+    if found is not None and not lacking:
+        found = _alike(found, ranks)
         return Found(found, f"of {named(file)}", _facts(found, ids, file))
     began, moments = time.perf_counter(), Moments()
     try:
         read_vectors(runner, ids, partial(_note, moments))
-        found = moments.fit(products_behind_attention(runner.model, runner.dtype))
+        found = _alike(moments.fit(products_behind_attention(runner.model, runner.dtype)), ranks)
     except torch.OutOfMemoryError:
         if not ranks.alone:  # the others are in the pass, and wait for this one
             raise
         return _without("the device has too little memory left to read a text")
+    finally:
+        give_back(runner)  # the products took some too
     took = time.perf_counter() - began
     if tuple(found.keys.shape[:3]) != shape[:3]:
         raise RuntimeError(
@@ -128,9 +133,19 @@ def _kept_or_fitted(runner: Any, ids: list[int]) -> Found:
     if file is not None:
         why = _keep(file, found, len(ids) - SINKS)
     where = f"kept in {named(file)}" if file is not None and not why else f"not kept, since {why}"
-    alone = "" if found.values is not None else "; for keys alone, since the weights behind attention were not found"
+    alone = (
+        ""
+        if found.values is not None
+        else "; for keys alone, since the weights behind attention were not found, or are of no use"
+    )
     said = f"fitted in {took:.1f} s with {len(ids):,} tokens of text; {where}{alone}"
     return Found(found, said, {**_facts(found, ids, None if why else file), "seconds": round(took, 2)})
+
+
+def _alike(found: NoiseShaping, ranks: Ranks) -> NoiseShaping:
+    """Of keys alone, where values are of no use on any rank. All ranks have to call it."""
+    alone = found.values is None or not found.values.isfinite().all()
+    return NoiseShaping(found.keys) if ranks.largest(np.array([alone], dtype=np.int64))[0] else found
 
 
 def _facts(found: NoiseShaping | None, ids: list[int], file: Path | None) -> dict[str, Any]:

@@ -101,7 +101,7 @@ def read(runner: Any, ids: Sequence[int], seen: SeenKeys) -> None:
 def read_vectors(runner: Any, ids: Sequence[int], seen: Seen) -> None:
     """As ``read``, with queries and values."""
     _pass(runner, ids, ReadingBackend(runner, seen), [len(ids)])
-    _give_back(runner)
+    give_back(runner)
 
 
 @torch.no_grad()
@@ -115,11 +115,12 @@ def logits(
     """
     backend = JudgingBackend(runner, stored, layers, len(ids))
     found = _pass(runner, ids, backend, [x + 1 for x in positions]).next_token_logits.clone()
-    _give_back(runner)
+    give_back(runner)
     return found
 
 
-def _give_back(runner: Any) -> None:
+def give_back(runner: Any) -> None:
+    """What PyTorch keeps of a GPU's memory for later goes back to the device."""
     if str(runner.device).startswith("cuda"):
         torch.cuda.empty_cache()
 
