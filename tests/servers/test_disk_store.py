@@ -17,6 +17,7 @@ from benchmarks.paths import NANO
 from sglang_diffkv.config import DiffKVConfig
 from sglang_diffkv.errors import UnsupportedError
 from sglang_diffkv.mem_pool.object_folder import FOLDER
+from sglang_diffkv.mem_pool.object_values import ObjectValues
 from sglang_diffkv.srt.startup import disk_store, host_memory, model_identity
 from sglang_diffkv.srt.startup.mooncake_store import MooncakeValues
 from tests.servers.test_server_flags import _args
@@ -160,6 +161,7 @@ class Client:
 
     def __init__(self) -> None:
         self.values: dict[str, bytes] = {}
+        self.unfinished: set[str] = set()  # another client is writing these
         self.fails: int | None = None
 
     def batch_is_exist(self, keys: list[str]) -> list[int]:
@@ -169,7 +171,8 @@ class Client:
         if self.fails is not None:
             return [self.fails for _ in keys]
         for key, pointer, size in zip(keys, pointers, sizes, strict=True):
-            self.values.setdefault(key, ctypes.string_at(pointer, size))
+            if key not in self.unfinished:
+                self.values.setdefault(key, ctypes.string_at(pointer, size))
         return [0 for _ in keys]
 
     def batch_get_into(self, keys: list[str], pointers: list[int], sizes: list[int]) -> list[int]:
@@ -178,7 +181,8 @@ class Client:
         answers = []
         for key, pointer, size in zip(keys, pointers, sizes, strict=True):
             value = self.values.get(key)
-            answers.append(-704 if value is None else -600 if len(value) > size else len(value))
+            absent = -703 if key in self.unfinished else -704
+            answers.append(absent if value is None else -600 if len(value) > size else len(value))
             if answers[-1] > 0:
                 ctypes.memmove(pointer, value, len(value or b""))
         return answers
@@ -188,11 +192,27 @@ class Client:
         return 0 if self.values.pop(key, None) else -704
 
 
-def test_what_mooncake_answers_is_understood() -> None:
-    client, known = Client(), list[int]()
+def over(client: Client, known: list[int]) -> MooncakeValues:
+    """A client, and the sizes of what it knows."""
     backend = SimpleNamespace(store=client, register_buffer=lambda tensor: known.append(tensor.nbytes))
     backend._tag_keys = lambda keys: [f"mine_{key}" for key in keys]
-    values = MooncakeValues(backend)
+    return MooncakeValues(backend)
+
+
+def test_two_servers_write_a_prefix_at_once() -> None:
+    """What the other has not finished is not there yet, and no error. Else each such write would be one."""
+    client, key = Client(), "1" * 32
+    client.unfinished = {f"mine_diffkv-{key}-0"}
+    objects = ObjectValues(over(client, []))
+    assert objects.write(key, "2" * 32, [b"mine"], 4) and f"mine_diffkv-{key}-1" in client.values
+    (name,) = objects.names(key)
+    file, size = objects.open(key, name)
+    assert file.read(size) == b"mine" and objects.has(key, "2" * 32)
+
+
+def test_what_mooncake_answers_is_understood() -> None:
+    client, known = Client(), list[int]()
+    values = over(client, known)
     keys, data = ["a", "b"], [memoryview(bytearray(b"one")), memoryview(bytearray(b"seven!!"))]
     assert values.has(keys) == [False, False] and values.put(keys, data) == [True, True]
     assert client.values == {"mine_a": b"one", "mine_b": b"seven!!"} and values.has(keys) == [True, True]

@@ -33,8 +33,9 @@ PROBE_SECONDS = 5.0
 """In which a master has to accept a connection. Mooncake's client would hold up the process for 90."""
 
 STORED, FULL = 0, -200
-THERE, ABSENT, MISSING, SHORT = 1, 0, -704, -600
-"""Answers of Mooncake's client. ``SHORT``: the value has more bytes than there is room for."""
+THERE, ABSENT, MISSING, UNFINISHED, SHORT = 1, 0, -704, -703, -600
+"""Answers of Mooncake's client. UNFINISHED: somebody is writing it just now. SHORT: the value has more bytes than there
+is room for."""
 
 
 class MooncakeValues:
@@ -59,14 +60,14 @@ class MooncakeValues:
         return [_known(answer, yes=(STORED,), no=(FULL,)) for answer in answers]
 
     def fetch(self, keys: Sequence[str], targets: Sequence[memoryview]) -> list[bool]:
-        """False: it is not there, or has another size. Raises OSError for any other failure."""
+        """False: it is not there yet, or has another size. Raises OSError for any other failure."""
         places = self._places(list(map(len, targets)))
         answers = self.client.batch_get_into(self._names(keys), *_addresses(places))
         for place, target, answer in zip(places, targets, answers, strict=True):
             if answer == len(target):
                 torch.frombuffer(target, dtype=torch.uint8).copy_(place)
         sizes = zip(targets, answers, strict=True)
-        return [answer == len(target) or _known(answer, no=(MISSING, SHORT)) for target, answer in sizes]
+        return [answer == len(target) or _known(answer, no=(MISSING, UNFINISHED, SHORT)) for target, answer in sizes]
 
     def has(self, keys: Sequence[str]) -> list[bool]:
         """Raises OSError if the store cannot say."""
