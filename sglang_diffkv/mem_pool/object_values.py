@@ -8,7 +8,8 @@ Such a store may keep the first value of a key, lose some, return others, or ans
   takes the first that is free, and looks whether it has got it;
 - entries and objects have checksums. What is wrong or gone is passed over from then on, and can be written again in
   another place. A store that can forget a value is asked to forget its entry;
-- a store that answers nobody for ``HANGING_SECONDS`` is not asked until it does, nor for as long behind that.
+- a store that answers nobody for ``HANGING_SECONDS`` is not asked until it does, nor for as long behind that. Nor is
+  one behind a call that failed after ``FAILING_SECONDS``: each would take as long to fail.
 
 The store bounds itself. Who may write to it may change replies.
 """
@@ -44,6 +45,9 @@ MOST_GAPS = 2
 
 HANGING_SECONDS = 10.0
 """A store that has left a call without an answer for so long is not asked meanwhile."""
+
+FAILING_SECONDS = 1.0
+"""A call that fails after longer has waited for too long: where no master of Mooncake's is left it takes 4 s."""
 
 MOST_REFUSED = 1 << 16
 """Objects that are known to be of no use, at most; the newest of more."""
@@ -130,7 +134,7 @@ class ObjectValues:
 
     @property
     def hangs(self) -> bool:
-        """Whether the store leaves a call without an answer for too long, or did so just now."""
+        """Whether the store leaves a call without an answer for too long, or did so or failed slowly just now."""
         now = time.monotonic()
         with self._lock:
             late = any(now - since > HANGING_SECONDS for since in self._calls.values())
@@ -239,15 +243,16 @@ class ObjectValues:
         """Inside, this thread waits for the store. Raises StoreHangs if others wait for too long already."""
         if self.hangs:
             raise StoreHangs
-        me = threading.get_ident()
+        me, most = threading.get_ident(), FAILING_SECONDS
         with self._lock:
             self._calls[me] = time.monotonic()
         try:
             yield
+            most = HANGING_SECONDS
         finally:
             now = time.monotonic()
             with self._lock:
-                if now - self._calls.pop(me) > HANGING_SECONDS:
+                if now - self._calls.pop(me) > most:
                     self._answered = now
 
     def _put(self, keys: Sequence[str], values: Sequence[memoryview]) -> None:

@@ -12,12 +12,14 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
+from sglang.srt.environ import envs
 
 from benchmarks.paths import NANO
 from sglang_diffkv.config import DiffKVConfig
-from sglang_diffkv.errors import UnsupportedError
+from sglang_diffkv.errors import ConfigError, UnsupportedError
 from sglang_diffkv.mem_pool.object_folder import FOLDER
-from sglang_diffkv.srt.startup import disk_store, host_memory, model_identity
+from sglang_diffkv.mem_pool.object_values import ObjectValues
+from sglang_diffkv.srt.startup import disk_store, host_memory, model_identity, mooncake_store
 from sglang_diffkv.srt.startup.mooncake_store import MooncakeValues
 from tests.servers.test_server_flags import _args
 
@@ -114,15 +116,85 @@ def package(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("extra", "what"),
     [
-        ({}, "MOONCAKE_MASTER"), ({**MASTER, "global_segment_size": "4 lots"}, "4 lots"),
-        ({**MASTER, "global_segment_size": -1}, "0 or more"), ({**MASTER, "standalone_storage": True}, "leave it out"),
-        ({**MASTER, "max_size": "1G"}, '"max_size"'), ({**MASTER, "enable_group_semantics": True}, "leave it out"),
+        ({}, "mooncake: no master is named: set MOONCAKE_MASTER"), ({**MASTER, "standalone_storage": True}, "leave it"),
+        ({**MASTER, "max_size": "1G"}, '"max_size"'), ({"master_server_adress": "a:1"}, "correct it or leave it out"),
+        ({**MASTER, "enable_group_semantics": True}, "leave it out"),
+        ({**MASTER, "global_segment_size": "4 gib"}, 'size is "4 gib": give bytes, 0 or more, or GiB as "4gb"'),
         ({**MASTER, "prefetch_threshold": 0}, "prefetch_threshold"), (MASTER, "start it first"),
     ],
     ids=str,
 )  # fmt: skip
 def test_settings_of_mooncake_that_cannot_be_served_are_refused(extra: Any, what: str, package: None) -> None:
     assert what in said(mooncake(extra))
+
+
+@pytest.mark.parametrize(
+    ("field", "values", "what"),
+    [
+        ("master_server_address", ("127.0.0.1", 5, "", ":1", "a:0", "a:65536", "a:1x", " a:1", ["a:1"]), "HOST:PORT"),
+        ("global_segment_size", (-1, "-1", 1.5, 1e30, True, None, [1], "", "gb", "4 lots", "1.5gb"), "give bytes"),
+        ("check_server", ("false", 0, None), "give true or false"),
+        ("master_metrics_port", ("9003", True, 1.0, None), "give a whole number"),
+        *((name, (5, None, True, {"a": 1}), "give text") for name in ("protocol", "device_name", "local_hostname")),
+        *((name, (5, None, True, {"a": 1}), "give text") for name in ("metadata_server", "tenant_id")),
+        ("extra_backend_tag", (5, None, {"a": 1}), "give text"),
+    ],
+)  # fmt: skip
+def test_settings_of_mooncake_of_another_type_are_refused(
+    field: str, values: tuple[Any, ...], what: str, package: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """SGLang would misread them or fail once the weights are loaded. A file's fields are no better."""
+    path = tmp_path / "mooncake.json"
+    monkeypatch.setenv("SGLANG_HICACHE_MOONCAKE_CONFIG_PATH", str(path))
+    for value in values:
+        text = said(mooncake({**MASTER, field: value}))
+        assert f"{field} is " in text and what in text, (value, text)
+        path.write_text(json.dumps({**MASTER, field: value}), encoding="utf-8")
+        text = said(mooncake())
+        assert f"{field} is " in text and what in text, (value, text)
+
+
+@pytest.mark.parametrize("address", ["10.0.0.1:50051", "[::1]:50051", "master.example:1", "etcd://a:1;b:1"])
+def test_masters_are_named_by_host_and_port_or_a_service(address: str, package: None) -> None:
+    found = mooncake_store.settings({"master_server_address": address, "global_segment_size": " 4 GB "})
+    assert (found.master_server_address, found.global_segment_size) == (address, 4 << 30)
+
+
+def test_settings_that_sglang_would_not_read_are_refused(
+    package: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """It reads one place alone, the one that names the master: a tenant elsewhere would share its prefixes with all."""
+    monkeypatch.setenv("MOONCAKE_MASTER", "127.0.0.1:1")
+    text = said(mooncake({"tenant_id": "a", "global_segment_size": 0}))
+    assert "SGLang reads global_segment_size, tenant_id of" in text and "add master_server_address too" in text
+    assert "set MOONCAKE_GLOBAL_SEGMENT_SIZE, MOONCAKE_TENANT_ID in the environment" in text
+    for name, variable in mooncake_store.VARIABLES.items():
+        assert f"only beside master_server_address: add master_server_address too, or set {variable} in" in said(
+            mooncake({name: "a"})
+        )
+        assert hasattr(envs, variable)
+    assert {*mooncake_store.VARIABLES, "master_server_address", "extra_backend_tag"} == set(mooncake_store.KNOWN)
+    assert "start it first" in said(mooncake({"extra_backend_tag": "a", "prefetch_threshold": 7}))
+    monkeypatch.setenv("MOONCAKE_GLOBAL_SEGMENT_SIZE", "4 gib")
+    assert 'global_segment_size is "4 gib"' in said(mooncake())
+    monkeypatch.setenv("MOONCAKE_MASTER", "127.0.0.1")
+    assert 'master_server_address is "127.0.0.1": give HOST:PORT' in said(mooncake())
+    path = tmp_path / "mooncake.json"
+    monkeypatch.setenv("SGLANG_HICACHE_MOONCAKE_CONFIG_PATH", str(path))
+    assert "or write it to the file that SGLANG_HICACHE_MOONCAKE" in said(mooncake({"tenant_id": "a"}))
+    for written, what in ((None, "cannot be read"), ("[]", "give an object of JSON"), ("{}", "master_server_address")):
+        path.unlink(missing_ok=True) if written is None else path.write_text(written, encoding="utf-8")
+        assert what in said(mooncake())
+
+
+def test_a_client_that_cannot_be_set_up_says_what_to_check(package: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its codes do not."""
+    store = SimpleNamespace(setup=lambda *_, **__: -600)
+    monkeypatch.setattr(sys.modules["mooncake.store"], "MooncakeDistributedStore", lambda: store, raising=False)
+    with socket.create_server(("127.0.0.1", 0)) as master:
+        given = {"master_server_address": f"127.0.0.1:{master.getsockname()[1]}", "protocol": "tpc"}
+        with pytest.raises(ConfigError, match=r"-600.*: check protocol, device_name, metadata_server, local_hostname"):
+            mooncake_store.connect(given, rank=0, ranks=1)
 
 
 def test_settings_of_mooncake_are_read_as_sglang_reads_them(
@@ -152,7 +224,9 @@ def test_settings_of_mooncake_are_read_as_sglang_reads_them(
 
 def test_a_package_that_cannot_be_imported_is_named(package: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "mooncake.store", None)
-    assert "cannot be imported" in said(mooncake(MASTER)) and "pip install" in said(mooncake(MASTER))
+    text = said(mooncake(MASTER))
+    assert "cannot be imported" in text and "pip install" in text and "(Debian: libibverbs1)" in text
+    assert "without a GPU: mooncake-transfer-engine-non-cuda" in text
 
 
 class Client:
@@ -160,6 +234,7 @@ class Client:
 
     def __init__(self) -> None:
         self.values: dict[str, bytes] = {}
+        self.unfinished: set[str] = set()  # another client is writing these
         self.fails: int | None = None
 
     def batch_is_exist(self, keys: list[str]) -> list[int]:
@@ -169,7 +244,8 @@ class Client:
         if self.fails is not None:
             return [self.fails for _ in keys]
         for key, pointer, size in zip(keys, pointers, sizes, strict=True):
-            self.values.setdefault(key, ctypes.string_at(pointer, size))
+            if key not in self.unfinished:
+                self.values.setdefault(key, ctypes.string_at(pointer, size))
         return [0 for _ in keys]
 
     def batch_get_into(self, keys: list[str], pointers: list[int], sizes: list[int]) -> list[int]:
@@ -178,7 +254,8 @@ class Client:
         answers = []
         for key, pointer, size in zip(keys, pointers, sizes, strict=True):
             value = self.values.get(key)
-            answers.append(-704 if value is None else -600 if len(value) > size else len(value))
+            absent = -703 if key in self.unfinished else -704
+            answers.append(absent if value is None else -600 if len(value) > size else len(value))
             if answers[-1] > 0:
                 ctypes.memmove(pointer, value, len(value or b""))
         return answers
@@ -188,11 +265,27 @@ class Client:
         return 0 if self.values.pop(key, None) else -704
 
 
-def test_what_mooncake_answers_is_understood() -> None:
-    client, known = Client(), list[int]()
+def over(client: Client, known: list[int]) -> MooncakeValues:
+    """A client, and the sizes of what it knows."""
     backend = SimpleNamespace(store=client, register_buffer=lambda tensor: known.append(tensor.nbytes))
     backend._tag_keys = lambda keys: [f"mine_{key}" for key in keys]
-    values = MooncakeValues(backend)
+    return MooncakeValues(backend)
+
+
+def test_two_servers_write_a_prefix_at_once() -> None:
+    """What the other has not finished is not there yet, and no error. Else each such write would be one."""
+    client, key = Client(), "1" * 32
+    client.unfinished = {f"mine_diffkv-{key}-0"}
+    objects = ObjectValues(over(client, []))
+    assert objects.write(key, "2" * 32, [b"mine"], 4) and f"mine_diffkv-{key}-1" in client.values
+    (name,) = objects.names(key)
+    file, size = objects.open(key, name)
+    assert file.read(size) == b"mine" and objects.has(key, "2" * 32)
+
+
+def test_what_mooncake_answers_is_understood() -> None:
+    client, known = Client(), list[int]()
+    values = over(client, known)
     keys, data = ["a", "b"], [memoryview(bytearray(b"one")), memoryview(bytearray(b"seven!!"))]
     assert values.has(keys) == [False, False] and values.put(keys, data) == [True, True]
     assert client.values == {"mine_a": b"one", "mine_b": b"seven!!"} and values.has(keys) == [True, True]

@@ -290,6 +290,34 @@ def test_a_store_that_is_known_to_hang_holds_nobody_up(tmp_path: Path, monkeypat
     assert other.find([*tokens, 2]) == 60
 
 
+def test_a_store_that_takes_long_to_fail_is_not_asked_for_a_while(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As Mooncake's whose master is gone. One that fails at once holds nobody up, and is asked again."""
+    monkeypatch.setattr(object_values, "FAILING_SECONDS", 0.3)
+    monkeypatch.setattr(object_values, "HANGING_SECONDS", 3.0)
+    values, delays = Memory(), [0.0, 0.6]
+    server = over(values, tmp_path)
+    tokens = server.world.tokens(60)
+    server.serve(tokens)
+    other = over(values, tmp_path)
+
+    def refused(keys: Sequence[str]) -> list[bool]:
+        asked.append(keys)
+        time.sleep(delays[len(asked) - 1])
+        raise ConnectionError("refused")
+
+    asked: list[Sequence[str]] = []
+    with monkeypatch.context() as patch:
+        patch.setattr(values, "has", refused)
+        assert other.find(tokens) == 0 and not other.stored.folder.hangs, "one that fails at once is passed over"
+        assert other.find([*tokens, 1]) == 0 and other.stored.folder.hangs
+        assert other.find([*tokens, 2]) == 0 and len(asked) == 2, "the next one waits for it again"
+    assert other.report()["errors"] == 3
+    until(lambda: not other.stored.folder.hangs)
+    assert other.find([*tokens, 3]) == 60
+
+
 class ValuesMachine(StoreMachine):
     """The random lives of a tree over three tiers, the last of which is such a store."""
 

@@ -156,7 +156,8 @@ def _extra(text: str | None, served: Collection[str] | None) -> Mapping[str, Any
         raise ConfigError(f"{EXTRA} is {shown(found)}: give an object of JSON")
     if served is not None and (unknown := sorted(set(found) - set(served))):
         raise ConfigError(
-            f"{EXTRA} has {', '.join(map(shown, unknown))}, and {', '.join(served)} are served: leave it out"
+            f"{EXTRA} has {', '.join(map(shown, unknown))}, and {', '.join(served)} are served: "
+            "correct it or leave it out"
         )
     return found
 
