@@ -30,7 +30,7 @@ WORDS = {
     "docs/methods.md": 1720,
     "docs/limits.md": 1185,
     "docs/results.md": 2830,
-    "docs/quality.md": 1525,
+    "docs/quality.md": 1535,
     "docs/kernels.md": 1130,
     "docs/architecture.md": 2920,
     "benchmarks/README.md": 980,
