@@ -198,13 +198,9 @@ class DiffKVConfig(Strict):
                 raise ValueError(
                     f'rotate "{self.rotate}" serves quantised tiers, and BF16 is none: drop rotate, or list other tiers'
                 )
-            for name in ("key_rotation", "value_rotation"):
+            for name in ("key_rotation", "value_rotation", "key_means", "noise_shaping"):
                 if getattr(self, name) is not None:
-                    raise ValueError(
-                        f"{name} serves quantised tiers, and BF16 is none: drop {name}, or list other tiers"
-                    )
-            for name, serve in (("key_means", "serve"), ("noise_shaping", "serves")):
-                if getattr(self, name) is not None:
+                    serve = "serve" if name == "key_means" else "serves"
                     raise ValueError(
                         f"{name} {serve} quantised tiers, and BF16 is none: drop {name}, or list other tiers"
                     )

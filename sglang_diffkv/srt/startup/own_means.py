@@ -81,19 +81,29 @@ def find(runner: Any, scalings: Sequence[Scaling], sinks: torch.dtype | None) ->
         scalings, sinks: of the model's layers, as of ``DiffKVAttnBackend``.
     """
     global _found
-    ranks = runner.token_to_kv_pool.manager.ranks
-    ids: list[int] = []
-    if not (why := obstacle(runner, scalings, sinks)):
-        why, ids = text_ids(compat.resolved(runner.server_args), runner.model_config)
-    if ranks.largest(np.array([bool(why)], dtype=np.int64))[0]:
-        why = why or "another rank cannot read a text"
+    why, ids = agreed_text(runner, obstacle(runner, scalings, sinks))
+    if why:
         _found = _without(why)
         return None
-    ranks.require_equal("the tokens of the text that is read", ids)
     _found = _kept_or_measured(runner, ids)
     if _found.means is not None:
         logger.info("DiffKV: key means: %s", _found.said)
     return _found.means
+
+
+def agreed_text(runner: Any, why: str) -> tuple[str, list[int]]:
+    """Why no text is read, empty if one is; and its tokens, the same on all ranks. All of them have to call it.
+
+    Args:
+        why: this rank cannot read any; empty if it can.
+    """
+    ranks, ids = runner.token_to_kv_pool.manager.ranks, list[int]()
+    if not why:
+        why, ids = text_ids(compat.resolved(runner.server_args), runner.model_config)
+    if ranks.largest(np.array([bool(why)], dtype=np.int64))[0]:
+        return why or "another rank cannot read a text", []
+    ranks.require_equal("the tokens of the text that is read", ids)
+    return "", ids
 
 
 def obstacle(runner: Any, scalings: Sequence[Scaling], sinks: torch.dtype | None) -> str:

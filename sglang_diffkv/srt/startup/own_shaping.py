@@ -27,7 +27,6 @@ from sglang_diffkv.noise_shaping import Moments, NoiseShaping, read_noise_shapin
 from sglang_diffkv.srt.models.outputs import products_behind_attention
 from sglang_diffkv.srt.startup import own_means
 from sglang_diffkv.srt.startup.reading_pass import give_back, read_vectors
-from sglang_diffkv.srt.versions import compat
 
 logger = logging.getLogger(__name__)
 
@@ -74,14 +73,10 @@ def find(runner: Any, sinks: torch.dtype | None) -> NoiseShaping | None:
     """The matrices for SGLang's model runner: kept from an earlier start, else fitted now. None, with a warning that
     says why, where this model cannot be read. All ranks have to call it. ``sinks``: as of ``DiffKVAttnBackend``."""
     global _found
-    ranks = runner.token_to_kv_pool.manager.ranks
-    ids: list[int] = []
-    if not (why := own_means.unread(runner, sinks)):
-        why, ids = own_means.text_ids(compat.resolved(runner.server_args), runner.model_config)
-    if ranks.largest(np.array([bool(why)], dtype=np.int64))[0]:
-        _found = _without(why or "another rank cannot read a text")
+    why, ids = own_means.agreed_text(runner, own_means.unread(runner, sinks))
+    if why:
+        _found = _without(why)
         return None
-    ranks.require_equal("the tokens of the text that is read", ids)
     _found = _kept_or_fitted(runner, ids)
     if _found.shaping is not None:
         logger.info("DiffKV: noise shaping: %s", _found.said)
