@@ -19,7 +19,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from sglang_diffkv.kernels.table import row_table
 from sglang_diffkv.layout.geometry import Segment
 from sglang_diffkv.layout.transfer import to_host
 from sglang_diffkv.mem_pool.device import Beside, PageDevice
@@ -27,9 +26,6 @@ from sglang_diffkv.mem_pool.host_pages import Run, first_of
 from sglang_diffkv.mem_pool.page_copies import staging_pages
 from sglang_diffkv.mem_pool.saved_rows import Needed, SavedRow, SavedRows
 from sglang_diffkv.mem_pool.saved_slots import SavedSlots, SlotStore
-
-TIER, HEAD, LO, UPPER, LEAST, LAST = range(6)
-"""Rows of what the device lists of each page."""
 
 MOST_NEEDED = 8
 """Ranges of a saved segment for which it is remembered what they take."""
@@ -260,34 +256,10 @@ class SavedSegments:
 
     def _list(self, segments: Sequence[Segment], counts: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
         """The pages of segments, so many of each, one segment after the other, [n] int64 by tier, head and in order,
-        and what is known of each, [6, n] int32."""
-        total = sum(counts)
-        page, used, known = self._tables(segments)  # [B, E], [B, E], [COLUMNS, B, E]
-        count, first = self.device.to_device([counts, [0, *itertools.accumulate(counts[:-1])]]).unsqueeze(2).unbind(0)
-        place = used.long().cumsum(1) - 1  # as ``nonzero``, but of a length that the host knows
-        place = torch.where(used & (place < count), place + first, total).flatten()
-        listed = known.new_zeros(len(known), total + 1)
-        listed.scatter_(1, place.expand(len(known), -1), known.flatten(1))
-        return page.new_zeros(total + 1).scatter_(0, place, page.flatten())[:total], listed[:, :total].contiguous()
-
-    def _tables(self, segments: Sequence[Segment]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """The tables of B segments, each with as many entries by tier and head as any may have. Pages [B, E] int64,
-        whether an entry is used [B, E] bool, and what is known of it [COLUMNS, B, E] int32."""
-        state, device = self.device.state, self.device
-        widths = np.array([device.space.bound(x.row) for x in segments]).max(0).clip(1).tolist()
-        rows, lowest, highest = device.to_device([[x.row, x.lo, x.hi] for x in segments]).unbind(1)
-        tables = []
-        for tier, width in enumerate(widths):
-            page, lo, hi = row_table(state, rows, tier, width)  # [B, L, H, width]
-            used = torch.arange(width, device=state.device) < state.entries[rows, ..., tier].unsqueeze(3)
-            head = torch.arange(device.geometry.heads, dtype=torch.int32, device=state.device).view(*page.shape[1:3], 1)
-            lo = lo.clamp(min=lowest.int().view(-1, 1, 1, 1))
-            hi = hi.clamp(max=highest.int().view(-1, 1, 1, 1))
-            known = torch.stack([torch.full_like(lo, tier), head.expand_as(lo), lo, hi]).flatten(2)
-            ends = self.rows.extremes(tier, page.flatten(), known[1:].flatten(1)).view(2, *known.shape[1:])
-            tables.append((page.flatten(1), used.flatten(1), torch.cat([known, ends])))
-        page, used, known = (torch.cat(column, dim=-1) for column in zip(*tables, strict=True))
-        return page, used, known
+        and what is known of each, [6, n] int32 (``kernels/list_pages``)."""
+        first = [0, *itertools.accumulate(counts)]
+        rows, lo, hi = zip(*((x.row, x.lo, x.hi) for x in segments), strict=True)
+        return self.device.ops.list_pages(self.device.to_device([rows, lo, hi, first[:-1], counts]), first[-1])
 
     def finish(self) -> list[SavedSegment]:
         """Take over the copies that are on the host by now, on all ranks; these. With several ranks all have to call

@@ -385,6 +385,10 @@ class Ops(ABC):
         tally(self.state, row, hi, out, number)
 
     @abstractmethod
+    def list_pages(self, asked: torch.Tensor, total: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Pages of rows and what is known of each: ``kernels/list_pages``."""
+
+    @abstractmethod
     def count_owners(self, rows: torch.Tensor) -> torch.Tensor:
         """Pages that ``rows`` of requests ([n] int64) alone refer to, they and the prefix cache, and it alone: [3]
         int64. Between two steps."""

@@ -19,6 +19,7 @@ from sglang_diffkv.kernels.count_rows.reference import count_rows
 from sglang_diffkv.kernels.cuts import StepCuts
 from sglang_diffkv.kernels.decode_attention.reference import StepScores, decode_attention
 from sglang_diffkv.kernels.extend_attention.reference import extend_attention
+from sglang_diffkv.kernels.list_pages.reference import list_pages
 from sglang_diffkv.kernels.measure.reference import measure
 from sglang_diffkv.kernels.parts import Part
 from sglang_diffkv.kernels.put_scores.reference import put_scores
@@ -187,6 +188,9 @@ class ReferenceOps(Ops):
 
     def trim(self, row: int, end: int) -> None:
         trim(self.state, row, end)
+
+    def list_pages(self, asked: torch.Tensor, total: int) -> tuple[torch.Tensor, torch.Tensor]:
+        return list_pages(self.state, asked, total)
 
     def count_owners(self, rows: torch.Tensor) -> torch.Tensor:
         return count_owners(self.state, rows)

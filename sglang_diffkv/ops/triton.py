@@ -29,6 +29,7 @@ from sglang_diffkv.kernels.extend_attention.triton import extend_attention
 from sglang_diffkv.kernels.gather_scores.triton import gather_scores, smooth
 from sglang_diffkv.kernels.importance.triton import importance
 from sglang_diffkv.kernels.key_norms.triton import key_norms
+from sglang_diffkv.kernels.list_pages.triton import prepare_list
 from sglang_diffkv.kernels.measure.triton import measure, prepare_tally
 from sglang_diffkv.kernels.parts import Part
 from sglang_diffkv.kernels.put_scores.triton import put_scores
@@ -104,6 +105,7 @@ class TritonOps(Ops):
         self.decisions = Decisions.of(WHOLE_HEADS, state, policy, max_tokens)
         self._set_blocks = prepare_set_blocks(state.row_blocks)
         self._attach = {kept_only: prepare_attach(state, kept_only=kept_only) for kept_only in (False, True)}
+        self._list = prepare_list(state)
         spans = self.prompt.spans
         self._release = {
             everything: prepare_release(state, spans, everything=everything) for everything in (False, True)
@@ -428,6 +430,9 @@ class TritonOps(Ops):
 
     def tally(self, row: int, hi: int, out: torch.Tensor, number: int) -> None:
         self._tally(row, hi, out, number)
+
+    def list_pages(self, asked: torch.Tensor, total: int) -> tuple[torch.Tensor, torch.Tensor]:
+        return self._list(asked, total)
 
     def count_owners(self, rows: torch.Tensor) -> torch.Tensor:
         if not self.buffers:

@@ -119,6 +119,7 @@ def warm_up(
     ops.count_rows(one_row, steps=1, low_grows=policy.compresses and len(fmt.tiers) > 1)
     ops.measure(one_row, none[:1], none[:1])
     ops.tally(1, 0, torch.zeros(1, len(state.fmt.tiers) + 2, dtype=torch.int64, device=state.device), 0)
+    ops.list_pages(torch.zeros(5, 1, dtype=torch.int64, device=device), 1)  # none of row 0
     ops.count_owners(one_row)
     if changes:
         ops.compact_prompts([(1, 0)], policy)

@@ -203,6 +203,8 @@ def call_again(
     for number in (1, 16, 17):
         ops.tally(number, number, torch.zeros(20, len(state.fmt.tiers) + 2, dtype=torch.int64), number)
         ops.set_blocks([number] * number, [1] * number)
+    for number in (1, 16, 17):
+        ops.list_pages(torch.ones(5, number, dtype=torch.int64), number)
     ops.count_owners(rows)
     if form["rotation"] != NO_ROTATION:
         for tensors in ((q, key, value), (q,), (q,)):

@@ -615,7 +615,7 @@ def test_many_parts_are_copied_with_few_launches_more_than_one() -> None:
 
 
 def test_large_segments_are_listed_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the device takes to list several is as many times what the largest takes."""
+    """The device lists so many pages at once, and at least those of one."""
     monkeypatch.setattr(host_tier, "LISTED_AT_ONCE", 1)
     world = World(900, exact=False, host_pages=400, write_policy=WRITE_THROUGH)
     prompts, other = [world.tokens(60) for _ in range(2)], world.prompt(world.tokens(30))

@@ -64,7 +64,7 @@ WRITTEN_AT_ONCE = 8
 """Segments that are copied between two passes, at most: they take a share of the bus."""
 
 LISTED_AT_ONCE = 1 << 17
-"""Of these the device lists so many pages at most, each as many as the largest: some tens of MiB."""
+"""Of these the device lists so many pages at most: a few MiB."""
 
 TOGETHER = 2
 """Of host memory that prefixes may have, this part at most is filled together."""
@@ -217,7 +217,7 @@ class HostTier(PrefixSource):
         room = self.host.count - self.saved.rows.pages_held
         if drafts is not None and _tokens_of(segments) > drafts.host.count // TOGETHER:
             return False
-        return len(pages) * max(pages) <= LISTED_AT_ONCE and sum(pages) <= room // TOGETHER
+        return sum(pages) <= min(LISTED_AT_ONCE, room // TOGETHER)
 
     def _arrived(self) -> None:
         """Take over what is on the host by now, on all ranks."""
