@@ -7,7 +7,7 @@ import logging
 from typing import Any
 
 from sglang_diffkv.releases import seen_on_gpu
-from sglang_diffkv.srt.models.speculation import algorithm_of
+from sglang_diffkv.srt.models.speculation import algorithm_of, drafts_by_model
 from sglang_diffkv.srt.versions import compat
 from sglang_diffkv.srt.versions.states import model_has_states
 
@@ -16,6 +16,8 @@ logger = logging.getLogger(__name__)
 SERVED = "breakable"
 GRAPHS_GPU_VERSIONS = seen_on_gpu("prefill graphs")
 """Versions of SGLang with which they gave stock's tokens on a GPU."""
+DRAFTS_GPU_VERSIONS = seen_on_gpu("prefill graphs beside n-grams")
+"""Versions of SGLang with which they did so beside drafts of n-grams."""
 
 
 def graphs_obstacle(args: Any) -> str:
@@ -26,16 +28,17 @@ def graphs_obstacle(args: Any) -> str:
         return ""
     if kind != SERVED:
         return f"{kind} graphs of prompts hold attention too, or are compiled around it"
-    if algorithm_of(args):
-        return "they were not tried with drafts"
+    if drafts_by_model(args):
+        return "they were not tried with a draft model"
     if getattr(args, "enable_torch_compile", False):
         return "they were not tried with --enable-torch-compile"
     if getattr(args, "enable_lora", False) or getattr(args, "lora_paths", None):
         return "they were not tried with LoRA"
     if getattr(args, "tp_size", 1) > 1:
         return "they were not tried with several ranks, of which SGLang lets each decide by its free memory"
-    if compat.sglang_version() not in GRAPHS_GPU_VERSIONS:
-        what = f"those of SGLang {compat.sglang_version()}"
+    drafts = algorithm_of(args)
+    if compat.sglang_version() not in (DRAFTS_GPU_VERSIONS if drafts else GRAPHS_GPU_VERSIONS):
+        what = f"those of SGLang {compat.sglang_version()}" + (" beside drafts of n-grams" if drafts else "")
         return "".join(compat.untried_on_a_gpu(args.device, what, "leave them off"))
     return ""
 
