@@ -251,8 +251,7 @@ _21 = replace(
 _22 = replace(
     _21,
     version="0.5.22",
-    targets={},
-    disaggregation=False,
+    targets=_DISAGGREGATION,
     tree="V23",
     request_extents=True,
     whole_replies=True,

@@ -28,10 +28,10 @@ def send_kv_chunk(original: Any, self: Any, req: Any, last_chunk: bool = False, 
     return None
 
 
-def maybe_send_cached_prefix_chunk(original: Any, self: Any, req: Any) -> None:
+def maybe_send_cached_prefix_chunk(original: Any, self: Any, req: Any, **kwargs: Any) -> None:
     """A cached prefix is sent with the row that reads it, not before."""
     if requests_of(self) is None:
-        original(self, req)
+        original(self, req, **kwargs)
 
 
 def process_disagg_prefill_inflight_queue(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
