@@ -59,6 +59,8 @@ class Release:
         release_needs_arguments: giving up a request takes the server's arguments.
         canary_on_cpu: the KV canary has code for devices other than CUDA's.
         disaggregation: one server may compute prompts and another go on with them.
+        transfer_reasons: a prefill server can tell the other one why a prompt does not come; a retracted request has a
+            field for what is kept of it.
     """
 
     version: str
@@ -81,6 +83,7 @@ class Release:
     release_needs_arguments: bool = True
     canary_on_cpu: bool = False
     disaggregation: bool = False
+    transfer_reasons: bool = True
 
     def target(self, hook: str) -> tuple[str, ...]:
         """Paths in SGLang that a hook stands around; empty where the release has none."""
@@ -161,7 +164,7 @@ TARGETS: Targets = {
     "create_draft_extend_backend": SPECULATIVE + "draft_utils.DraftBackendFactory.create_draft_extend_backend",
     "update_mamba_state_after_mtp_verify": SRT
     + "layers.attention.hybrid_linear_attn_backend.HybridLinearAttnBackend.update_mamba_state_after_mtp_verify",
-    # Disaggregation: served with one release so far, see ``_DISAGGREGATION``
+    # Disaggregation: not served with all releases, see ``_DISAGGREGATION``
     **dict.fromkeys(
         (
             "send_kv_chunk",
@@ -172,6 +175,8 @@ TARGETS: Targets = {
             "prealloc_required_tokens",
             "pre_alloc",
             "transfer_page_indices",
+            "allocatable_token_budgets",
+            "send_metadata",
             "poll_with_metadata_gate",
             "commit_transfer_to_req",
             "get_next_disagg_decode_batch_to_run",
@@ -223,7 +228,14 @@ _17 = Release(
     _CPU,
     _HOPPER,
     seen_on_gpu=frozenset({"drafts", "states", "prefill graphs"}),
+    disaggregation=True,
+    transfer_reasons=False,
     targets={
+        **_DISAGGREGATION,
+        "required_admission_tokens": None,
+        "transfer_page_indices": None,
+        "allocatable_token_budgets": PREALLOCATION + "_allocatable_token_budgets",
+        "send_metadata": SRT + "disaggregation.mooncake.conn.MooncakeKVReceiver.send_metadata",
         "validate_mamba_no_buffer": ARGUMENTS + "_validate_mamba_no_buffer",
         "adjust_to_model": ARGUMENTS + "_handle_model_specific_adjustments",
         "attention_backends": ARGUMENTS + "_resolved_attention_backends",
@@ -239,7 +251,7 @@ _21 = replace(
     on_gpu=None,
     seen_on_gpu=frozenset(),
     targets=_DISAGGREGATION,
-    disaggregation=True,
+    transfer_reasons=True,
     tree="V21",
     row_on_request=False,
     declared_arguments=True,
@@ -252,8 +264,7 @@ _21 = replace(
 _22 = replace(
     _21,
     version="0.5.22",
-    targets={},
-    disaggregation=False,
+    targets=_DISAGGREGATION,
     tree="V23",
     request_extents=True,
     whole_replies=True,

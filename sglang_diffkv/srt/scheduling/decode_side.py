@@ -32,6 +32,16 @@ def required_admission_tokens(original: Any, self: Any, req: Any, *args: Any, **
     return NEVER
 
 
+def allocatable_token_budgets(original: Any, self: Any, *args: Any, **kwargs: Any) -> int:
+    """``required_admission_tokens`` of 0.5.17: SGLang asks how many tokens are free before each request, and none are
+    while the next one has no room. It also asks so for retracted requests, which it does not count then."""
+    requests, found = requests_of(self), int(original(self, *args, **kwargs))
+    if requests is None or requests.receiving is None or not kwargs.get("count_retracted", True):
+        return found
+    req = disaggregation.next_expected(self)
+    return found if req is None or requests.receiving.has_room(req) else -NEVER
+
+
 def prealloc_required_tokens(original: Any, self: Any, req: Any) -> tuple[int, int]:
     """What a retracted request needs to come back: what its pages take, and not what its tokens do. More than there is
     while KV slots for its tokens are short."""
@@ -45,6 +55,7 @@ def pre_alloc(original: Any, self: Any, req: Any, *args: Any, **kwargs: Any) -> 
     found, requests = original(self, req, *args, **kwargs), requests_of(self)
     if requests is not None and requests.receiving is not None and not disaggregation.was_kept(req):
         requests.receiving.expect(req)
+        disaggregation.expects_blocks(self, req, requests.receiving.imports.get(req))
     return found
 
 
@@ -53,6 +64,12 @@ def transfer_page_indices(original: Any, self: Any, decode_req: Any, *args: Any,
     requests = requests_of(self)
     wanted = None if requests is None or requests.receiving is None else requests.receiving.imports.get(decode_req.req)
     return original(self, decode_req, *args, **kwargs) if wanted is None else block_numbers(wanted.blocks)
+
+
+def send_metadata(original: Any, self: Any, kv_indices: Any, *args: Any, **kwargs: Any) -> Any:
+    """``transfer_page_indices`` of 0.5.17."""
+    blocks = disaggregation.expected_blocks(self)
+    return original(self, kv_indices if blocks is None else block_numbers(blocks), *args, **kwargs)
 
 
 # Arrival
@@ -170,6 +187,8 @@ def ensure_prefill_info(original: Any, self: Any, addr_to_reqs: Any) -> Any:
 
 HOOKS = (
     required_admission_tokens,
+    allocatable_token_budgets,
+    send_metadata,
     prealloc_required_tokens,
     pre_alloc,
     transfer_page_indices,

@@ -24,14 +24,14 @@ def send_kv_chunk(original: Any, self: Any, req: Any, last_chunk: bool = False, 
     if last_chunk:
         self.disagg_metadata_buffers.set_buf(req)
         requests.sending.begin(req)
-        self.disagg_prefill_pending_chunk_rids.discard(req.rid)
+        disaggregation.nothing_pends(self, req)
     return None
 
 
-def maybe_send_cached_prefix_chunk(original: Any, self: Any, req: Any) -> None:
+def maybe_send_cached_prefix_chunk(original: Any, self: Any, req: Any, **kwargs: Any) -> None:
     """A cached prefix is sent with the row that reads it, not before."""
     if requests_of(self) is None:
-        original(self, req)
+        original(self, req, **kwargs)
 
 
 def process_disagg_prefill_inflight_queue(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -52,7 +52,7 @@ def get_next_disagg_prefill_batch_to_run(original: Any, self: Any, *args: Any, *
     for req in requests.refused:
         if requests.sending is not None:
             requests.sending.tell_failed(req, compat.reason_of_end(req))
-        self.release_aborted_prefill_waiting_req(req)
+        disaggregation.release_waiting(self, req)
     tell_refused(self, requests)
     return plan
 

@@ -80,7 +80,7 @@ class Sending:
         """The decode server hears that the request's prompt does not come. SGLang's sender would end without a word."""
         sender = getattr(req, "disagg_kv_sender", None)
         if sender is not None and not disaggregation.is_own_request(req):
-            sender.kv_mgr.conclude_failure(bootstrap_room=sender.bootstrap_room, failure_reason=reason)
+            disaggregation.conclude_failure(sender, reason)
 
     def left(self, req: Any) -> None:
         """The request gives up its row: SGLang's sender has concluded."""

@@ -50,6 +50,10 @@ def problems(args: Any, config: DiffKVConfig) -> list[str]:
     def given(name: str, off: Any = None) -> Any:
         return getattr(view, name, off)
 
+    def changed(name: str) -> bool:
+        """Whether an option has another value than this SGLang's default, which is not the same in all releases."""
+        return hasattr(view, name) and given(name) != compat.default_of(name)
+
     drop = f"drop it, or {OPTION}"
     backend = given("disaggregation_transfer_backend")
     found = {
@@ -64,7 +68,7 @@ def problems(args: Any, config: DiffKVConfig) -> list[str]:
         f"--enable-mixed-chunk with {OPTION}: drop one of them": given("enable_mixed_chunk"),
         f"--disaggregation-decode-enable-radix-cache: {drop}": given("disaggregation_decode_enable_radix_cache"),
         f"--disaggregation-decode-host-receive-threshold: {drop}": (
-            given("disaggregation_decode_host_receive_threshold", 0) > 0
+            changed("disaggregation_decode_host_receive_threshold")
         ),
         f"--disaggregation-decode-retraction-backup host_pool: {drop}": (
             given("disaggregation_decode_retraction_backup") == "host_pool"

@@ -6,14 +6,16 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from sglang_diffkv.srt.versions.compat import kv_of
+from sglang_diffkv.srt.versions.compat import installed, kv_of, row_of
 
 
 def is_own_request(req: Any) -> bool:
     """Whether SGLang made the request itself, to warm a server up: it meets no other server."""
-    from sglang.srt.disaggregation.utils import FAKE_BOOTSTRAP_HOST, _is_fake_transfer
+    from sglang.srt.disaggregation import utils
 
-    return req.bootstrap_host == FAKE_BOOTSTRAP_HOST or bool(_is_fake_transfer(req))
+    if req.bootstrap_host == utils.FAKE_BOOTSTRAP_HOST:
+        return True
+    return installed().transfer_reasons and bool(utils._is_fake_transfer(req))
 
 
 def transfer_states() -> Any:
@@ -40,17 +42,22 @@ def expected_tokens(req: Any) -> int:
 
 def was_kept(req: Any) -> bool:
     """Whether something was left with a retracted request."""
-    return kv_of(req).retraction_backup is not None
+    return kept_of(req) is not None
 
 
 def kept_of(req: Any) -> Any:
     """What ``keep_for`` left with a retracted request; None if there is nothing."""
+    if not installed().transfer_reasons:
+        return getattr(req, "kv_cache_cpu", None)
     backup = kv_of(req).retraction_backup
     return None if backup is None else backup.cpu_tensors
 
 
 def keep_for(req: Any, kept: Any) -> None:
     """Leave with a retracted request what it will be made of again; SGLang drops it if the request ends."""
+    if not installed().transfer_reasons:
+        req.kv_cache_cpu = kept
+        return
     from sglang.srt.managers.schedule_batch import RetractionBackup
 
     kv_of(req).retraction_backup = RetractionBackup(cpu_tensors=kept, mamba_cpu=None)
@@ -58,7 +65,73 @@ def keep_for(req: Any, kept: Any) -> None:
 
 def has_come_back(req: Any) -> None:
     """The retracted request runs again."""
-    kv_of(req).retraction_backup = None
+    if not installed().transfer_reasons:
+        req.kv_cache_cpu = None
+    else:
+        kv_of(req).retraction_backup = None
+
+
+# What 0.5.17 has no function for
+
+
+def next_expected(queue: Any) -> Any:
+    """The request that gets KV slots next, of ``queue``, SGLang's ``DecodePreallocQueue``; None if none waits."""
+    for decode_req in queue.queue:
+        req = decode_req.req
+        if decode_req.waiting_for_input and row_of(req) is None and not req.finished():
+            return req
+    return None
+
+
+def expects_blocks(queue: Any, req: Any, wanted: Any) -> None:
+    """Leave with SGLang's manager where a request's row is to go, for ``expected_blocks``. ``wanted``: a ``RowImport``,
+    or None."""
+    if wanted is not None and not installed().transfer_reasons:
+        queue.kv_manager.__dict__.setdefault("diffkv_blocks", {})[req.bootstrap_room] = wanted.blocks
+
+
+def expected_blocks(receiver: Any) -> Any:
+    """What ``expects_blocks`` left for a ``receiver``, once; else None."""
+    return receiver.kv_mgr.__dict__.get("diffkv_blocks", {}).pop(receiver.bootstrap_room, None)
+
+
+def nothing_pends(scheduler: Any, req: Any) -> None:
+    """No chunk of the request's prompt waits to be sent."""
+    if installed().transfer_reasons:
+        scheduler.disagg_prefill_pending_chunk_rids.discard(req.rid)
+
+
+def conclude_failure(sender: Any, reason: str) -> None:
+    """Both servers end the request of a ``sender``. 0.5.17 cannot tell the decode server why."""
+    manager, room = sender.kv_mgr, sender.bootstrap_room
+    if installed().transfer_reasons:
+        manager.conclude_failure(bootstrap_room=room, failure_reason=reason)
+        return
+    from sglang.srt.disaggregation.base import KVPoll
+
+    manager.record_failure(room, reason)
+    manager.update_status(room, KVPoll.Failed)
+    rank = manager.attn_tp_rank * manager.pp_size * manager.attn_cp_size
+    rank += manager.pp_rank * manager.attn_cp_size + manager.attn_cp_rank
+    for wanted in list(manager.transfer_infos.get(room, {}).values()):
+        manager.sync_status_to_decode_endpoint(wanted.endpoint, wanted.dst_port, room, KVPoll.Failed, rank)
+
+
+def release_waiting(scheduler: Any, req: Any) -> None:
+    """A prefill server gives up a request that waits: its row, its place in SGLang's metadata, its sender."""
+    if installed().transfer_reasons:
+        scheduler.release_aborted_prefill_waiting_req(req)
+        return
+    from sglang.srt.disaggregation.utils import maybe_release_metadata_buffer
+    from sglang.srt.mem_cache.common import release_kv_cache
+
+    sender = getattr(req, "disagg_kv_sender", None)
+    if sender is not None and hasattr(sender, "abort"):
+        sender.abort()
+    maybe_release_metadata_buffer(req, scheduler.req_to_metadata_buffer_idx_allocator)
+    if row_of(req) is not None:
+        release_kv_cache(req, scheduler.tree_cache, is_insert=False)
+    req.pending_bootstrap = False
 
 
 def bootstrap_address(req: Any) -> str:
