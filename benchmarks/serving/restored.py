@@ -188,7 +188,7 @@ def beside(server: Server, vocab: int, draw: random.Random, args: argparse.Names
     """Tokens a second of requests that decode beside prompts that the GPU has, and beside prompts that come back."""
     length = args.prompt[0]
     rates: dict[str, list[float]] = {DEVICE: [], HOST: []}
-    for _ in range(args.repeat):
+    for _ in range(args.rounds):
         for place, found in rates.items():
             server.flush_cache()
             prefixes = Prefixes(server, partial(drawn, draw, vocab, length))
@@ -233,6 +233,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--repeat", type=int, default=5, help="prompts of each length, for the median")
     parser.add_argument("--settle", type=float, default=5.0, help="seconds in which the store takes what it is given")
     parser.add_argument("--beside", type=int, default=0, metavar="REQUESTS", help="that decode while prompts come back")
+    parser.add_argument("--rounds", type=int, default=2, help="of these, for the median")
     parser.add_argument("--tokens", type=int, default=256, help="of each of these")
     parser.add_argument("--prompts", type=int, default=16, help="that come back beside them")
     parser.add_argument("--pause", type=float, default=0.2, help="seconds between these")
