@@ -347,15 +347,26 @@ def test_a_model_is_named_by_its_weights_and_what_changes_them(
     assert name() != known
 
 
-@pytest.mark.parametrize("what", ["dummy", "no weights", "unknown"])
+@pytest.mark.parametrize("what", ["sharded", "no weights", "unknown"])
 def test_weights_that_are_not_known_are_named_for_one_process(
     what: str, folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     (tmp_path / "empty").mkdir()
-    path = {"dummy": folder, "no weights": tmp_path / "empty", "unknown": tmp_path / "none"}[what]
-    args = _args(load_format="dummy" if what == "dummy" else "auto")
+    path = {"sharded": folder, "no weights": tmp_path / "empty", "unknown": tmp_path / "none"}[what]
+    args = _args(load_format="sharded_state" if what == "sharded" else "auto")
     assert model_identity.model_digest(args, model(path)) != model_identity.model_digest(args, model(path))
     assert "found by itself only" in caplog.text
+
+
+def test_dummy_weights_are_named_by_what_they_are_drawn_by(folder: Path) -> None:
+    """SGLang draws them from one seed, for each parameter alike."""
+
+    def name(hidden: int = 8, **more: Any) -> str:
+        return model_identity.model_digest(_args(load_format="dummy", **more), model(folder, hidden=hidden))
+
+    assert name() == name()
+    assert len({name(), name(hidden=9), name(tp_size=2), name(device="cuda"), name(dtype="float16")}) == 5
+    assert name() != model_identity.model_digest(_args(load_format="auto"), model(folder))
 
 
 def test_a_blob_of_the_hub_s_cache_is_named_by_its_name(folder: Path, tmp_path: Path) -> None:

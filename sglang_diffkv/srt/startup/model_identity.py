@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import torch
 import xxhash
 
 from sglang_diffkv import __version__
@@ -31,6 +32,11 @@ SAMPLE_BYTES, SAMPLES = 64 << 10, 64
 WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.pth")
 FROM_FILES = ("auto", "safetensors", "pt", "npcache", "mistral", "fastsafetensors")
 """SGLang's ``--load-format`` whose weights are those of the model's files."""
+
+DRAWN = "dummy"
+"""The one whose weights SGLang draws, always from the same seed."""
+DRAWN_BY = ("device", "dtype", "tp_size")
+"""Arguments on which it depends what is drawn."""
 
 CHANGING = (
     "quantization", "load_format", "json_model_override_args", "model_loader_extra_config", "torchao_config",
@@ -105,6 +111,8 @@ def known_digest(server_args: Any, model: Any) -> tuple[str, str | None]:
 def _weights(view: Any, model: Any) -> tuple[str, list[Any] | None]:
     """The weight files of a model by name, with a digest of each; None, and why, if they are not known."""
     form = str(getattr(getattr(view, "load_format", "auto"), "value", getattr(view, "load_format", "auto")))
+    if form == DRAWN:
+        return "", [form, torch.__version__, *(str(getattr(view, name, None)) for name in DRAWN_BY)]
     if form not in FROM_FILES:
         return f"--load-format {form} does not say which weights these are", None
     folder = _folder(str(model.model_path), getattr(model, "revision", None))
