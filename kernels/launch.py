@@ -25,6 +25,7 @@ class Launch:
         self._grid = (*grid, 1, 1)[:3]
         self._args = [*args]
         self._number = {name: number for number, name in enumerate(kernel.arg_names[: len(args)])}
+        self._variant: Any = None
         self._run: Any = None
         self._values: tuple[Any, ...] = ()
 
@@ -37,7 +38,14 @@ class Launch:
         else:
             variant = self._kernel[self._grid](*args, **self._constants)
             if variant is not None:  # interpreted kernels have none
+                self._variant = variant
                 self._run = variant[self._grid]
                 self._values = tuple(self._constants[name] for name in self._kernel.arg_names[len(args) :])
         for name in changed:  # a layer's tensors do not outlive it
             args[number[name]] = None
+
+    def resize(self, *grid: int) -> None:
+        """So many programs from now on."""
+        self._grid = (*grid, 1, 1)[:3]
+        if self._variant is not None:
+            self._run = self._variant[self._grid]

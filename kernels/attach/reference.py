@@ -47,6 +47,12 @@ def keep(state: PageState, row: int) -> None:
     state.kept_entry[row] = state.own_entry[row]
 
 
+def seal(state: PageState, row: int) -> None:
+    """A segment holds all entries of a row, and its next token starts a page of its own."""
+    freeze(state, row)
+    keep(state, row)
+
+
 def freeze(state: PageState, rows: int | torch.Tensor, tails: torch.Tensor | None = None) -> None:
     """Make the present pages of a row, or of [n] int64 rows, immutable for it: its next token starts a page of its
     own. For one row given as an integer no memory is allocated.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import torch
 import triton
 import triton.language as tl
 
@@ -22,6 +23,9 @@ from sglang_diffkv.kernels.triton_table import (
 from sglang_diffkv.layout.state import PageState
 
 __all__ = ["attach", "freeze", "keep"]
+
+SEALED = 256
+"""Entry counts of a program that seals a row."""
 
 ENTRIES = 32
 """Table entries of an iteration: one a thread of the program's only warp, so that no atomic is repeated."""
@@ -123,3 +127,36 @@ def prepare_attach(state: PageState, *, kept_only: bool) -> Callable[[int, int, 
         launch(target=target, source=source, lo=lo, hi=hi)
 
     return attach_again
+
+
+@triton.jit(do_not_specialize=["row"])
+def seal_kernel(
+    row, entries, kept_entry, own_entry, own_tokens, hole, LH: tl.constexpr, TIERS: tl.constexpr, E: tl.constexpr
+):
+    """Grid (cdiv(LH * TIERS, E)). entries and the three like it: [R, LH, TIERS], hole [R, LH], int32."""
+    number = tl.program_id(0) * E + tl.arange(0, E)
+    live = number < LH * TIERS
+    at = row.to(tl.int64) * LH * TIERS + number
+    held = tl.load(entries + at, mask=live, other=0)
+    tl.store(own_entry + at, held, mask=live)
+    tl.store(kept_entry + at, held, mask=live)
+    tl.store(own_tokens + at, 0, mask=live)
+    tl.store(hole + row.to(tl.int64) * LH + number, -1, mask=number < LH)
+
+
+def prepare_seal(state: PageState) -> Callable[[int], None]:
+    """``reference.seal`` of rows of a state, in one launch."""
+    heads, tiers = state.num_layers * state.num_heads, len(state.fmt.tiers)
+    counts = state.entries, state.kept_entry, state.own_entry, state.own_tokens, state.hole
+    assert all(x.dtype == torch.int32 and x.is_contiguous() for x in counts)
+    launch = Launch(
+        seal_kernel,
+        (triton.cdiv(heads * tiers, SEALED),),
+        (None, *counts),
+        {"LH": heads, "TIERS": tiers, "E": SEALED, "num_warps": 4},
+    )
+
+    def seal_again(row: int) -> None:
+        launch(row=row)
+
+    return seal_again

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import triton
 import triton.language as tl
 
 from sglang_diffkv.kernels.count_rows import reference
+from sglang_diffkv.kernels.launch import Launch
 from sglang_diffkv.kernels.triton_table import I_TOKENS, layout_numbers
 from sglang_diffkv.layout.state import PageState
 
@@ -81,18 +84,37 @@ def count_rows(state: PageState, rows: torch.Tensor, *, steps: int, low_grows: b
     Args:
         rows: [n] int32 or int64, n may be 0.
     """
-    assert rows.ndim == 1 and rows.dtype in (torch.int32, torch.int64) and rows.is_contiguous()
-    assert rows.device == state.device and 0 <= steps < 2**30
+    return prepare_count_rows(state, low_grows=low_grows)(rows, steps)
+
+
+def prepare_count_rows(state: PageState, *, low_grows: bool) -> Callable[[torch.Tensor, int], torch.Tensor]:
+    """``count_rows`` of a state: rows, always of one type, and steps."""
     for counts in (state.entries, state.kept_entry, state.own_entry, state.own_tokens, state.hole, state.fault):
         assert counts.dtype == torch.int32 and counts.is_contiguous()  # [R, L, H, T], [R, L, H] or [R]
     assert state.counters.shape == (2,) and state.counters.dtype == torch.int64
     tiers = len(state.fmt.tiers)
     columns = reference.columns(tiers)
-    out = torch.empty(rows.shape[0] + 1, columns, dtype=torch.int64, device=state.device)
-    count_rows_kernel[(rows.shape[0] + 1,)](
-        rows, steps, state.entries, state.kept_entry, state.own_entry, state.own_tokens, state.hole, state.fault,
-        state.counters, out,
-        LAYOUTS=layout_numbers(state.fmt), TIERS=tiers, LOW_GROWS=low_grows, LH=state.num_layers * state.num_heads,
-        R=HEADS, COLUMNS=columns, num_warps=4,
+    launch = Launch(
+        count_rows_kernel,
+        (1,),
+        (
+            None, None, state.entries, state.kept_entry, state.own_entry, state.own_tokens, state.hole, state.fault,
+            state.counters, None,
+        ),
+        {
+            "LAYOUTS": layout_numbers(state.fmt), "TIERS": tiers, "LOW_GROWS": low_grows,
+            "LH": state.num_layers * state.num_heads, "R": HEADS, "COLUMNS": columns, "num_warps": 4,
+        },
     )  # fmt: skip
-    return out
+    dtypes: set[torch.dtype] = set()
+
+    def count_again(rows: torch.Tensor, steps: int) -> torch.Tensor:
+        dtypes.add(rows.dtype)
+        assert rows.ndim == 1 and dtypes in ({torch.int32}, {torch.int64}) and rows.is_contiguous()
+        assert rows.device == state.device and 0 <= steps < 2**30
+        out = torch.empty(rows.shape[0] + 1, columns, dtype=torch.int64, device=state.device)
+        launch.resize(rows.shape[0] + 1)
+        launch(rows=rows, steps=steps, out=out)
+        return out
+
+    return count_again

@@ -58,8 +58,12 @@ class Snapshot:
         if self.event is not None:
             self.event.synchronize()
         values = self.values.numpy()
-        missing = FAULT + 1 + 2 * self.tiers - values.shape[1]
-        return np.pad(values, ((0, 0), (0, missing))) if missing else values
+        columns = FAULT + 1 + 2 * self.tiers
+        if values.shape[1] == columns:
+            return values
+        padded = np.zeros((values.shape[0], columns), dtype=values.dtype)
+        padded[:, : values.shape[1]] = values
+        return padded
 
 
 class RankCounts:

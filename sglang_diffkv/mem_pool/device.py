@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
@@ -34,6 +33,44 @@ class Beside(Generic[Result]):
     end: torch.cuda.Event | None
 
 
+class Launching:
+    """A ``with`` statement of ``PageDevice.launching``. Each pass enters some of them for each of its requests. So it
+    asks PyTorch for the current stream once, and sets a stream only where that is another.
+
+    Args:
+        stream: where kernels are launched; None: the current stream. allocates: whether they need memory beside the
+            state's. flush: brings the host's table blocks up to date.
+    """
+
+    __slots__ = ("_allocates", "_flush", "_previous", "_stream")
+
+    def __init__(self, stream: torch.cuda.Stream | None, allocates: bool, flush: Callable[[], None]):
+        self._stream, self._allocates, self._flush = stream, allocates, flush
+        self._previous: torch.cuda.Stream | None = None
+
+    def __enter__(self) -> None:
+        stream = self._stream
+        if stream is not None:
+            current = torch.cuda.current_stream(stream.device_index)
+            if current != stream:
+                if self._allocates:
+                    stream.wait_stream(current)
+                torch.cuda.set_stream(stream)
+                self._previous = current
+        try:
+            self._flush()
+        except BaseException:
+            self._leave()
+            raise
+
+    def __exit__(self, *error: object) -> None:
+        self._leave()
+
+    def _leave(self) -> None:
+        if self._previous is not None:
+            torch.cuda.set_stream(self._previous)
+
+
 class PageDevice:
     """The device state of a server, the ops that change it, and the host's side of the page table.
 
@@ -58,8 +95,7 @@ class PageDevice:
         """Whether forward passes with a stream of their own still run."""
         return self.stream is not None and not self.stream.query()
 
-    @contextmanager
-    def launching(self, *, allocates: bool = True) -> Iterator[None]:
+    def launching(self, *, allocates: bool = True) -> Launching:
         """Kernels launched inside run in order with the forward passes and see the host's table blocks.
 
         What they need may come from memory that a forward pass has left and that the scheduler's stream still reads
@@ -68,12 +104,7 @@ class PageDevice:
         Args:
             allocates: whether they need memory beside the state's. If not, they wait for no other stream.
         """
-        allocates = allocates or self.space.flush_allocates
-        if allocates and self.stream is not None and (current := torch.cuda.current_stream()) != self.stream:
-            self.stream.wait_stream(current)
-        with torch.cuda.stream(self.stream):
-            self.space.flush()
-            yield
+        return Launching(self.stream, allocates or self.space.flush_allocates, self.space.flush)
 
     def launch_beside(self, launch: Callable[[], Result]) -> Beside[Result]:
         """Launch kernels on a stream of their own: behind all that is launched so far, and beside what comes next,
@@ -153,6 +184,12 @@ class PageDevice:
         """A segment holds all of a row's entries before those that it may write."""
         with self.launching(allocates=False):
             self.ops.keep(row)
+
+    def seal(self, row: int) -> None:
+        """A segment holds all of a row's entries, and its next token starts a page of its own."""
+        with self.launching(allocates=False):
+            self.ops.seal(row)
+        self.space.freeze(row)
 
     def release(self, row: int, *, keep_fault: bool = False) -> None:
         """Drop all pages and blocks of a row."""

@@ -190,11 +190,11 @@ def _check_blocks(manager: PageManager) -> None:
     everything = sorted(held + space.free_blocks)
     assert everything == list(range(1, space.num_blocks + 1)), "table blocks are lost or held twice"
     assert space.held.tolist() == [[*map(len, sides)] for sides in space.blocks], "table blocks miscounted"
-    table, free = space.state.row_blocks.tolist(), {*space.free_blocks}
+    table = space.state.row_blocks.tolist()
     for row, of_tiers in enumerate(space.blocks):
-        for got, expected in zip(table[row], _row_blocks(of_tiers, space.max_blocks), strict=True):
-            left = not expected and got in free  # a block that the row has let go
-            assert got == expected or left, f"row {row}: its blocks on the device are not the host's"
+        for column, expected in enumerate(_row_blocks(of_tiers, space.max_blocks)):
+            left = not expected and row * space.max_blocks + column in space.let_go
+            assert table[row][column] == expected or left, f"row {row}: its blocks on the device are not the host's"
 
 
 def _row_blocks(of_tiers: Sequence[list[int]], width: int) -> list[int]:

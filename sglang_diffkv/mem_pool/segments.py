@@ -94,9 +94,10 @@ class SegmentStore:
         device.share(segment_row, row, lo, hi, kept_only=True)
         ends, first = self.rows.frozen(row) != hi, self.rows.shared(row)
         if ends:
-            device.freeze({row: 0})
+            device.seal(row)
             self.rows.freeze(row)
-        device.keep(row)
+        else:
+            device.keep(row)
         self.rows.share(row, hi)
         self.counts.touch(row, decoded=True)
         end = max(hi, self.rows.most(row)) if ends else hi
@@ -194,8 +195,7 @@ class SegmentStore:
                     at = end
                 if at < hi:
                     self.device.copy(row, [(segment.row, at, hi)], hi, KEEP)
-        self.device.freeze({row: 0})
-        self.device.keep(row)
+        self.device.seal(row)
         self.counts.record(-pages)
 
     def join(self, parts: Path, settling: Collection[Segment] = ()) -> Segment:

@@ -14,6 +14,8 @@ from sglang_diffkv.layout.state import TABLE_BLOCK, PageState
 PART_FILLED = 2
 """Entries of a tier that a row may have beyond those its tokens fill: a page ends where a prompt was frozen."""
 
+LEFT_AT_MOST = 256
+"""Blocks that rows have let go and the device's table still has, before all are taken off with one copy."""
 
 Entries = tuple[int, ...]
 """Table entries of each tier."""
@@ -39,6 +41,10 @@ class TableSpace:
     took ``n`` tokens has at most ``ceil(n / tokens of a page)`` own entries in each tier. Changes of the device's
     row blocks are gathered and written by ``flush``, which has to precede every kernel that reads tables.
 
+    Attributes:
+        let_go: flat places in the device's row blocks whose blocks their rows have let go. They lie behind the rows'
+            entries, where no kernel reads.
+
     Args:
         write: ``kernels/set_blocks`` of the state's row blocks; None for the reference.
     """
@@ -56,8 +62,8 @@ class TableSpace:
         """Of each row, those of each tier."""
         self.held = np.zeros((rows, len(self.tokens)), dtype=np.int64)  # how many these are
         self._of_page = np.array(self.tokens, dtype=np.int64)
-        self._writes: dict[int, int] = {}  # flat index into the row blocks -> block
-        self._grown = False  # whether any of these is a block that a row has taken
+        self._taken: dict[int, int] = {}  # flat place in the row blocks -> block that a row has taken
+        self.let_go: set[int] = set()
 
     @property
     def num_blocks(self) -> int:
@@ -66,8 +72,10 @@ class TableSpace:
 
     def bound(self, row: int, new_tokens: int = 0) -> Entries:
         """Upper bound of the row's entries after ``new_tokens`` more."""
-        added = self.dense_entries(int(self.total[row] - self.counted[row]) + new_tokens)
-        return tuple(n + more for n, more in zip(self.base[row].tolist(), added, strict=True))
+        base, added = self.base[row].tolist(), int(self.total[row] - self.counted[row]) + new_tokens
+        if not added:  # as of every segment
+            return tuple(base)
+        return tuple([n + -(-added // of_page) for n, of_page in zip(base, self.tokens, strict=True)])
 
     def most_tokens(self, row: int) -> int:
         """Upper bound of the tokens that each head of the row holds, shared ones too."""
@@ -76,13 +84,16 @@ class TableSpace:
     def part_entries(self, segment: Segment, lo: int, hi: int) -> Entries:
         """Upper bound of the entries that attaching a part of a segment takes: a page holds a token at least, and to
         read less takes no more."""
+        bound, most = self.bound(segment.row), hi - lo
         counted = [reads for (start, end), reads in segment.reads.items() if start <= lo and hi <= end]
-        return tuple(min(*column, hi - lo) for column in zip(self.bound(segment.row), *counted, strict=True))
+        if not counted:
+            return tuple([min(n, most) for n in bound])
+        return tuple([min(*column, most) for column in zip(bound, *counted, strict=True)])
 
     def path_entries(self, path: Path) -> Entries:
         """Upper bound of the entries that attaching ``path`` takes."""
         parts = [self.part_entries(*part) for part in path]
-        return tuple(sum(part[tier] for part in parts) for tier in range(len(self.tokens)))
+        return tuple(map(sum, zip(*parts, strict=True))) if parts else (0,) * len(self.tokens)
 
     def dense_entries(self, tokens: int) -> Entries:
         """Entries, at most, of ``tokens`` in dense pages."""
@@ -209,7 +220,7 @@ class TableSpace:
         """Take all blocks of the row back."""
         for tier, blocks in enumerate(self.blocks[row]):
             for number in range(len(blocks)):
-                self._writes[self._place(row, tier, number)] = 0
+                self._leave(row, tier, number)
             self.free_blocks.extend(blocks)
             blocks.clear()
         self.held[row] = self.base[row] = 0
@@ -221,7 +232,12 @@ class TableSpace:
             while len(blocks) > -(-n // TABLE_BLOCK):
                 self.free_blocks.append(blocks.pop())
                 self.held[row, tier] -= 1
-                self._writes[self._place(row, tier, len(blocks))] = 0
+                self._leave(row, tier, len(blocks))
+
+    def _leave(self, row: int, tier: int, number: int) -> None:
+        place = self._place(row, tier, number)
+        self._taken.pop(place, None)
+        self.let_go.add(place)
 
     def _place(self, row: int, tier: int, number: int) -> int:
         """Flat index into the row blocks of a tier's block."""
@@ -232,18 +248,16 @@ class TableSpace:
     @property
     def flush_allocates(self) -> bool:
         """Whether ``flush`` takes memory of the device."""
-        return self._grown and len(self._writes) > reference.FEW
+        return len(self._taken) > reference.FEW or len(self.let_go) > LEFT_AT_MOST
 
     def flush(self) -> None:
-        """Bring the blocks that rows hold up to date on the device, on the current stream, without waiting.
-
-        Blocks that rows have let go are behind their entries, where no kernel reads. They are taken off with the next
-        blocks that rows take.
-        """
-        if self._grown:
-            self._write([*self._writes], [*self._writes.values()])
-            self._writes.clear()
-            self._grown = False
+        """Bring the blocks that rows hold up to date on the device, on the current stream, without waiting."""
+        if self._taken:
+            self._write([*self._taken], [*self._taken.values()])
+            self._taken.clear()
+        if len(self.let_go) > LEFT_AT_MOST:
+            self._write([*self.let_go], [0] * len(self.let_go))
+            self.let_go.clear()
 
     def _grow(self, row: int, entries: Entries) -> None:
         needed = self._needed(row, entries)
@@ -254,7 +268,8 @@ class TableSpace:
         for tier, (more, blocks) in enumerate(zip(needed, self.blocks[row], strict=True)):
             for _ in range(more):
                 block = self.free_blocks.pop()
-                self._writes[self._place(row, tier, len(blocks))] = block
+                place = self._place(row, tier, len(blocks))
+                self._taken[place] = block
+                self.let_go.discard(place)
                 blocks.append(block)
-                self._grown = True
             self.held[row, tier] += more

@@ -10,6 +10,7 @@ from typing import Any, ClassVar, NamedTuple
 
 import torch
 
+from sglang_diffkv.kernels.attach.reference import seal
 from sglang_diffkv.kernels.measure.reference import tally
 from sglang_diffkv.kernels.parts import Part
 from sglang_diffkv.kernels.rotate.reference import NO_ROTATION, Rotation
@@ -367,6 +368,10 @@ class Ops(ABC):
 
     def keep(self, row: int) -> None:
         self.of_rows.keep(self.state, row)
+
+    def seal(self, row: int) -> None:
+        """Freeze a row, all of whose entries a segment holds."""
+        seal(self.state, row)
 
     @abstractmethod
     def release(self, row: int) -> None: ...

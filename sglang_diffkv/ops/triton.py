@@ -10,12 +10,12 @@ import torch
 
 from sglang_diffkv.kernels.allocate.triton import reserve
 from sglang_diffkv.kernels.append.triton import PreparedAppend, prepare_append
-from sglang_diffkv.kernels.attach.triton import attach, freeze, keep, prepare_attach
+from sglang_diffkv.kernels.attach.triton import attach, freeze, keep, prepare_attach, prepare_seal
 from sglang_diffkv.kernels.compact_prompt.triton import PROMPTS, PromptWorkspace, compact_prompts
 from sglang_diffkv.kernels.compact_step.triton import compact_step
 from sglang_diffkv.kernels.copy_compact.triton import PreparedCopy, form_of_cuts, prepare_copy
 from sglang_diffkv.kernels.count_owners.triton import count_owners
-from sglang_diffkv.kernels.count_rows.triton import count_rows
+from sglang_diffkv.kernels.count_rows.triton import count_rows, prepare_count_rows
 from sglang_diffkv.kernels.cuts import Cuts, StepCuts
 from sglang_diffkv.kernels.decode_attention.triton import (
     NOTHING,
@@ -106,6 +106,8 @@ class TritonOps(Ops):
         self._set_blocks = prepare_set_blocks(state.row_blocks)
         self._attach = {kept_only: prepare_attach(state, kept_only=kept_only) for kept_only in (False, True)}
         self._list = prepare_list(state)
+        self._seal = prepare_seal(state)
+        self._count_rows = {grows: prepare_count_rows(state, low_grows=grows) for grows in (False, True)}
         spans = self.prompt.spans
         self._release = {
             everything: prepare_release(state, spans, everything=everything) for everything in (False, True)
@@ -421,6 +423,12 @@ class TritonOps(Ops):
 
     def attach(self, target: int, source: int, lo: int, hi: int, *, kept_only: bool = False) -> None:
         self._attach[kept_only](target, source, lo, hi)
+
+    def count_rows(self, rows: torch.Tensor, *, steps: int, low_grows: bool) -> torch.Tensor:
+        return self._count_rows[low_grows](rows, steps)
+
+    def seal(self, row: int) -> None:
+        self._seal(row)
 
     def release(self, row: int) -> None:
         self._release[True](row, 0)

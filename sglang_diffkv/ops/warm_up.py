@@ -114,6 +114,7 @@ def warm_up(
     ops.set_blocks([0], [0])  # row 0 has no blocks
     for tier_kept in (False, True):
         ops.attach(2, 1, 0, 0, kept_only=tier_kept)
+    ops.seal(2)
     ops.trim(2, 0)
     ops.release(2)
     ops.count_rows(one_row, steps=1, low_grows=policy.compresses and len(fmt.tiers) > 1)

@@ -59,9 +59,12 @@ def test_later_launches_are_of_the_variant_that_the_first_was() -> None:
     launch = Launch(Kernel(), (7,), (None, 12, None), {"WIDE": True, "BLOCK": 64, "num_warps": 4})
     launch(x="a", layer=0)
     launch(x="b", layer=1)
+    launch.resize(3, 2)
+    launch(x="c", layer=2)
     assert launched == [
         ((7, 1, 1), ("a", 12, 0), {"WIDE": True, "BLOCK": 64, "num_warps": 4}),
         ((7, 1, 1), ("b", 12, 1, 64, True)),
+        ((3, 2, 1), ("c", 12, 2, 64, True)),
     ]
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from sglang_diffkv.kernels.attach import reference as attach_reference
-from sglang_diffkv.kernels.attach.triton import attach, freeze
+from sglang_diffkv.kernels.attach.triton import attach, freeze, prepare_seal
 from sglang_diffkv.kernels.release import reference as release_reference
 from sglang_diffkv.kernels.release.triton import release, trim
 from sglang_diffkv.kernels.table import max_entries, row_table
@@ -65,6 +65,23 @@ def test_rows_share_and_return_pages(tiers, position_bytes):
         release_reference.release(twin, row)
         assert_same(state, twin)
     assert not state.refcount.any()
+
+
+@pytest.mark.parametrize("tiers", ["K8V4", "K8V4 K4V2", "K8V4 K4V4 K4V2"])
+@pytest.mark.parametrize(("layers", "heads"), [(1, 1), (3, 5), (31, 7)])
+def test_a_sealed_row_is_as_one_that_is_frozen_and_kept(tiers, layers, heads):
+    manager = make_manager(make_format(tiers, page_tokens=4), layers=layers, heads=heads)
+    state, generator = manager.state, torch.Generator().manual_seed(5)
+    for counts in (state.entries, state.kept_entry, state.own_entry, state.own_tokens, state.hole):
+        counts.copy_(torch.randint(0, 1000, counts.shape, generator=generator, dtype=counts.dtype))
+    twin = clone_state(state)
+    seal, last = prepare_seal(state), state.entries.shape[0] - 1
+    for row in (0, 3, last):
+        seal(row)
+        attach_reference.seal(twin, row)
+        for name in TENSORS:
+            assert torch.equal(getattr(state, name), getattr(twin, name)), name
+    assert torch.equal(state.kept_entry[3], state.entries[3]) and not state.own_tokens[3].any()
 
 
 @pytest.mark.parametrize("shared", [0, 5, 29, 290])

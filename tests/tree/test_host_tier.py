@@ -28,7 +28,7 @@ from sglang_diffkv.mem_pool.saved_segments import SavedSegment
 from sglang_diffkv.policies.uniform import UniformPolicy
 from sglang_diffkv.srt.tree import host_tier
 from sglang_diffkv.srt.tree.host_index import Part
-from sglang_diffkv.srt.tree.host_tier import SELECTIVE, WRITE_BACK, WRITE_THROUGH, HostTier
+from sglang_diffkv.srt.tree.host_tier import GATHERED_FOR, SELECTIVE, WRITE_BACK, WRITE_THROUGH, HostTier
 from sglang_diffkv.srt.tree.private_space import HighSpace, WindowSpace
 from tests.helpers import Seen, seen_by, until
 from tests.policies import diffkv_policy
@@ -592,9 +592,10 @@ def launches_of(turns: int) -> tuple[int, int]:
         tokens = [*tokens, *world.tokens(40)]
         served(world, tokens)
     world.manager.counts.settle()
-    with Launches() as out:
-        world.requests.scheduling_begins([])
     saved = host_of(world).saved
+    with Launches() as out:
+        for _ in range(GATHERED_FOR):
+            world.requests.scheduling_begins([])
     assert len(saved.held) == 2 * turns, "a prompt, and its end"
     world.tree.make_pages(world.manager.geometry.num_pages, partly=True)
     held, restore, back = len(world.manager.segments.cached), saved.restore, Launches()
@@ -614,6 +615,24 @@ def test_many_parts_are_copied_with_few_launches_more_than_one() -> None:
     assert out_of_8 - out <= 18 and back_of_8 - back <= 18, "three launches more for each part, of its bytes"
 
 
+def test_what_is_to_be_copied_waits_for_others_while_requests_run() -> None:
+    """Then all of it is copied, as at once where nothing runs."""
+    world = World(3000, longest=1000, exact=False, host_pages=900, write_policy=WRITE_THROUGH)
+    other, held = world.prompt(world.tokens(30)), host_of(world).saved.held
+    for _ in range(2):
+        served(world, world.tokens(60))
+        world.manager.counts.settle()
+        before = len(held)
+        for _ in range(GATHERED_FOR - 1):
+            world.requests.scheduling_begins([])
+        assert len(held) == before
+        world.requests.scheduling_begins([])
+        assert len(held) == before + 2, "a prompt, and its end"
+    world.leave(other)
+    world.requests.scheduling_begins([])
+    assert not host_of(world)._unwritten and len(held) > 4
+
+
 def test_large_segments_are_listed_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """The device lists so many pages at once, and at least those of one."""
     monkeypatch.setattr(host_tier, "LISTED_AT_ONCE", 1)
@@ -622,6 +641,8 @@ def test_large_segments_are_listed_one_by_one(monkeypatch: pytest.MonkeyPatch) -
     for tokens in prompts:
         served(world, tokens)
     world.manager.counts.settle()
+    for _ in range(GATHERED_FOR - 1):
+        world.requests.scheduling_begins([])
     held = []
     for _ in range(5):
         world.requests.scheduling_begins([])

@@ -6,6 +6,7 @@ state slot for as long as it holds a row.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import cache
 from typing import Any
 
 from sglang_diffkv.config import read_config
@@ -107,7 +108,12 @@ def state_bytes(configurator: Any) -> int:
 
 def has_states(rows: Any) -> bool:
     """Whether SGLang's table of requests hands out state slots with its rows."""
-    return isinstance(rows, sglang_class("HybridReqToTokenPool"))
+    return isinstance(rows, _class_of_states())
+
+
+@cache  # SGLang asks several times a request
+def _class_of_states() -> Any:
+    return sglang_class("HybridReqToTokenPool")
 
 
 def describe_layers(configurator: Any, states: Any) -> str:

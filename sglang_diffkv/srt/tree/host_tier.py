@@ -63,6 +63,10 @@ WRITE_BACK, WRITE_THROUGH, SELECTIVE = "write_back", "write_through", "write_thr
 WRITTEN_AT_ONCE = 8
 """Segments that are copied between two passes, at most: they take a share of the bus."""
 
+GATHERED_FOR = 8
+"""While requests run, what is to be copied waits for others for so many passes. The host launches as much for one copy
+as for ``WRITTEN_AT_ONCE`` together. Of short turns some end in each pass, and are joined meanwhile."""
+
 LISTED_AT_ONCE = 1 << 17
 """Of these the device lists so many pages at most: a few MiB."""
 
@@ -126,6 +130,9 @@ class HostTier(PrefixSource):
         self.old_weights = OldWeights(self.manager, "evicted prefixes do not go to host memory")
         self.counts = dict.fromkeys(COUNTS, 0)
         self._unwritten: dict[Any, None] = {}  # nodes whose segments are to be copied, in order
+        self._gathered = 0
+        """Passes scheduled since what was to be copied was looked at; ``GATHERED_FOR`` where some was left for the next
+        time."""
         self._replacing: dict[SavedSegment, tuple[Segment, Hashable, np.ndarray]] = {}
         """Copies of segments that have settled, with their prefixes. They take the places of larger ones once they have
         arrived."""
@@ -191,7 +198,7 @@ class HostTier(PrefixSource):
         """Copy some of what is to be copied, beside the passes. What is not counted yet waits, and what is read: short
         turns are joined before, once nobody reads them (``PathJoiner``)."""
         self._arrived()
-        if self.manager.counts.upcoming is not None:
+        if self.manager.counts.upcoming is not None or not self._is_time_to_write():
             return
         chosen: dict[Segment, Any] = {}
         stated: list[Any] = []
@@ -200,15 +207,25 @@ class HostTier(PrefixSource):
             if segment is not None and (node.lock_ref > 0 or segment.row in self.manager.counts.uncounted):
                 continue
             if chosen and segment is not None and not self._copied_together([*chosen, segment]):
-                continue  # the next time
+                self._gathered = GATHERED_FOR
+                continue
             del self._unwritten[node]
             stated.append(node)
             if segment not in chosen and self._is_to_be_written(node):
                 chosen[segment] = node
             if max(len(chosen), len(stated) if self.states else 0) == WRITTEN_AT_ONCE:
+                self._gathered = GATHERED_FOR
                 break
         self._write(list(chosen.values()))
         self._write_states(stated)
+
+    def _is_time_to_write(self) -> bool:
+        """Whether what is to be copied has waited for others, or nothing runs that would wait for the copy."""
+        self._gathered += 1
+        due = self._gathered >= GATHERED_FOR or not self.manager.rows
+        if due:
+            self._gathered = 0
+        return due
 
     def _copied_together(self, segments: list[Segment]) -> bool:
         """Whether the device may list them together, and they leave room on the host: of more than it holds together
