@@ -41,7 +41,9 @@ VERSION_TESTS := tests/servers/test_refusals.py tests/servers/test_hooks.py test
 	tests/servers/test_own_means.py \
 	tests/servers/test_server_own_means.py::test_layers_that_slide_are_read_with_their_windows \
 	tests/servers/test_hybrids.py tests/servers/test_server_hybrids.py::test_lossless_gives_the_tokens_of_transformers \
-	tests/tree/test_kept_states.py tests/servers/test_server_kept_states.py::test_what_is_found
+	tests/tree/test_kept_states.py tests/servers/test_server_kept_states.py::test_what_is_found \
+	tests/tree/test_between_servers.py tests/servers/test_server_disaggregation.py::test_two_servers_give_the_tokens_of_one \
+	tests/servers/test_server_disaggregation.py::test_a_full_decode_server_retracts_and_all_replies_are_those_of_a_roomy_one
 # How tests are spread over the processes: tests/conftest.py.
 PYTEST = $(BIN)/python -m pytest -q -n $(JOBS) --dist loadscope --no-loadscope-reorder
 CPU_ENV := PYTHONDONTWRITEBYTECODE= SGLANG_USE_CPU_ENGINE=1 OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 HF_DATASETS_OFFLINE=1 TRANSFORMERS_OFFLINE=1

@@ -231,9 +231,7 @@ _17 = Release(
     disaggregation=True,
     transfer_reasons=False,
     targets={
-        **_DISAGGREGATION,
-        "required_admission_tokens": None,
-        "transfer_page_indices": None,
+        **{k: v for k, v in _DISAGGREGATION.items() if k not in ("required_admission_tokens", "transfer_page_indices")},
         "allocatable_token_budgets": PREALLOCATION + "_allocatable_token_budgets",
         "send_metadata": SRT + "disaggregation.mooncake.conn.MooncakeKVReceiver.send_metadata",
         "validate_mamba_no_buffer": ARGUMENTS + "_validate_mamba_no_buffer",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 import triton
@@ -10,6 +10,7 @@ import triton.language as tl
 
 from sglang_diffkv.kernels.attach.reference import freeze, keep
 from sglang_diffkv.kernels.launch import Launch
+from sglang_diffkv.kernels.parts import Part
 from sglang_diffkv.kernels.triton_table import (
     I_POSITIONS,
     I_TOKENS,
@@ -23,6 +24,11 @@ from sglang_diffkv.kernels.triton_table import (
 from sglang_diffkv.layout.state import PageState
 
 __all__ = ["attach", "freeze", "keep"]
+
+PARTS = 4
+"""Parts of a path that one launch attaches."""
+
+PART_NUMBERS = [f"{name}{number}" for number in range(PARTS) for name in ("source", "lo", "hi")]
 
 SEALED = 256
 """Entry counts of a program that seals a row."""
@@ -43,17 +49,15 @@ def holds(page, lo, hi, live, pages, POSITIONS: tl.constexpr, TOKENS: tl.constex
 
 @triton.jit
 def attach_tier(
-    target, source, lo, hi, layer, head, pages, page_table, range_lo, range_hi, row_blocks, entries, kept_entry,
-    own_entry, own_tokens, refcount, num_pages,
+    target, source, lo, hi, done, layer, head, pages, page_table, range_lo, range_hi, row_blocks, entries, kept_entry,
+    refcount, num_pages,
     TIER: tl.constexpr, TIERS: tl.constexpr, KEPT_ONLY: tl.constexpr, TOKENS: tl.constexpr,
     POSITIONS: tl.constexpr, PAGE_BYTES: tl.constexpr, MAX_BLOCKS: tl.constexpr, L: tl.constexpr, H: tl.constexpr,
     E: tl.constexpr,
 ):  # fmt: skip
-    """One tier of one (layer, head), entries in order."""
+    """One tier of one (layer, head), entries in order, behind the ``done`` ones of the target. How many it has then."""
     source_at = ((source.to(tl.int64) * L + layer) * H + head) * TIERS + TIER
-    target_at = ((target.to(tl.int64) * L + layer) * H + head) * TIERS + TIER
     count = tl.load(entries + source_at)
-    done = tl.load(entries + target_at)
     first = tl.load(kept_entry + source_at) if KEPT_ONLY else 0
     for begin in range(first, count, E):
         entry = begin + tl.arange(0, E)
@@ -74,28 +78,39 @@ def attach_tier(
         tl.store(range_hi + at, page_hi, mask=keep)
         tl.atomic_add(refcount + tl.where(keep, page, 0), keep.to(tl.int32))
         done += tl.sum(keep.to(tl.int32), 0)
+    return done
+
+
+@triton.jit
+def nth(number, of0, of1, of2, of3):
+    return tl.where(number == 0, of0, tl.where(number == 1, of1, tl.where(number == 2, of2, of3)))
+
+
+@triton.jit(do_not_specialize=["target", "parts", *PART_NUMBERS])
+def attach_kernel(
+    target, parts, source0, lo0, hi0, source1, lo1, hi1, source2, lo2, hi2, source3, lo3, hi3,
+    pages, page_table, range_lo, range_hi, row_blocks, entries, kept_entry, own_entry, own_tokens, refcount, num_pages,
+    KEPT_ONLY: tl.constexpr, LAYOUTS: tl.constexpr, TIERS: tl.constexpr, PAGE_BYTES: tl.constexpr,
+    MAX_BLOCKS: tl.constexpr, L: tl.constexpr, H: tl.constexpr, E: tl.constexpr,
+):  # fmt: skip
+    """Grid (L * H, TIERS). The first ``parts`` of the sources, in order."""
+    layer, head = tl.program_id(0) // H, tl.program_id(0) % H
+    target_at = ((target.to(tl.int64) * L + layer) * H + head) * TIERS + tl.program_id(1)
+    done = tl.load(entries + target_at)
+    for tier in tl.static_range(TIERS):
+        if tl.program_id(1) == tier:
+            for number in range(parts):
+                source = nth(number, source0, source1, source2, source3)
+                lo, hi = nth(number, lo0, lo1, lo2, lo3), nth(number, hi0, hi1, hi2, hi3)
+                done = attach_tier(
+                    target, source, lo, hi, done, layer, head, pages, page_table, range_lo, range_hi, row_blocks,
+                    entries, kept_entry, refcount, num_pages, tier, TIERS, KEPT_ONLY, LAYOUTS[tier][I_TOKENS],
+                    LAYOUTS[tier][I_POSITIONS], PAGE_BYTES, MAX_BLOCKS, L, H, E,
+                )  # fmt: skip
     tl.store(entries + target_at, done)
     tl.store(kept_entry + target_at, done)
     tl.store(own_entry + target_at, done)
     tl.store(own_tokens + target_at, 0)
-
-
-@triton.jit(do_not_specialize=["target", "source", "lo", "hi"])
-def attach_kernel(
-    target, source, lo, hi, pages, page_table, range_lo, range_hi, row_blocks, entries, kept_entry, own_entry,
-    own_tokens, refcount, num_pages,
-    KEPT_ONLY: tl.constexpr, LAYOUTS: tl.constexpr, TIERS: tl.constexpr, PAGE_BYTES: tl.constexpr,
-    MAX_BLOCKS: tl.constexpr, L: tl.constexpr, H: tl.constexpr, E: tl.constexpr,
-):  # fmt: skip
-    """Grid (L * H, TIERS)."""
-    layer, head = tl.program_id(0) // H, tl.program_id(0) % H
-    for tier in tl.static_range(TIERS):
-        if tl.program_id(1) == tier:
-            attach_tier(
-                target, source, lo, hi, layer, head, pages, page_table, range_lo, range_hi, row_blocks, entries,
-                kept_entry, own_entry, own_tokens, refcount, num_pages, tier, TIERS, KEPT_ONLY, LAYOUTS[tier][I_TOKENS],
-                LAYOUTS[tier][I_POSITIONS], PAGE_BYTES, MAX_BLOCKS, L, H, E,
-            )  # fmt: skip
 
 
 def attach(state: PageState, target: int, source: int, lo: int, hi: int, *, kept_only: bool = False) -> None:
@@ -103,17 +118,18 @@ def attach(state: PageState, target: int, source: int, lo: int, hi: int, *, kept
 
     See ``reference.attach``; ``target`` must differ from ``source``.
     """
-    prepare_attach(state, kept_only=kept_only)(target, source, lo, hi)
+    prepare_attach(state, kept_only=kept_only)(target, [(source, lo, hi)])
 
 
-def prepare_attach(state: PageState, *, kept_only: bool) -> Callable[[int, int, int, int], None]:
-    """``attach`` to rows of a state: target, source, lo, hi."""
+def prepare_attach(state: PageState, *, kept_only: bool) -> Callable[[int, Sequence[Part]], None]:
+    """``attach`` to rows of a state, of parts one after the other: target, parts. A launch for every ``PARTS``."""
     launch = Launch(
         attach_kernel,
         (state.num_layers * state.num_heads, len(state.fmt.tiers)),
         (
-            None, None, None, None, state.pages, state.page_table, state.range_lo, state.range_hi, state.row_blocks,
-            state.entries, state.kept_entry, state.own_entry, state.own_tokens, state.refcount, state.num_pages,
+            None, None, *[None] * len(PART_NUMBERS), state.pages, state.page_table, state.range_lo, state.range_hi,
+            state.row_blocks, state.entries, state.kept_entry, state.own_entry, state.own_tokens, state.refcount,
+            state.num_pages,
         ),
         {
             "KEPT_ONLY": kept_only, "LAYOUTS": layout_numbers(state.fmt), "TIERS": len(state.fmt.tiers),
@@ -122,9 +138,12 @@ def prepare_attach(state: PageState, *, kept_only: bool) -> Callable[[int, int, 
         },
     )  # fmt: skip
 
-    def attach_again(target: int, source: int, lo: int, hi: int) -> None:
-        assert target != source
-        launch(target=target, source=source, lo=lo, hi=hi)
+    def attach_again(target: int, parts: Sequence[Part]) -> None:
+        assert all(target != source for source, _, _ in parts)
+        for first in range(0, len(parts), PARTS):
+            some = parts[first : first + PARTS]
+            numbers = [number for part in some for number in part] + [0] * (len(PART_NUMBERS) - 3 * len(some))
+            launch(target=target, parts=len(some), **dict(zip(PART_NUMBERS, numbers, strict=True)))
 
     return attach_again
 

@@ -10,7 +10,7 @@ import torch
 
 from sglang_diffkv.kernels.copy_compact.reference import Part
 from sglang_diffkv.kernels.table import row_table
-from sglang_diffkv.layout.geometry import Geometry, Path
+from sglang_diffkv.layout.geometry import Geometry, Path, rows_of
 from sglang_diffkv.layout.state import PageState
 from sglang_diffkv.layout.transfer import to_device
 from sglang_diffkv.mem_pool.table_space import TableSpace
@@ -141,8 +141,7 @@ class PageDevice:
         if path:
             self.space.extend(row, self.space.path_entries(path))
             with self.launching(allocates=False):
-                for segment, lo, hi in path:
-                    self.ops.attach(row, segment.row, lo, hi)
+                self.ops.attach_path(row, rows_of(path))
 
     def share(self, target: int, source: int, lo: int, hi: int, *, kept_only: bool = False) -> None:
         """References to the pages of a row for another one, which has room for them: ``kernels/attach``."""

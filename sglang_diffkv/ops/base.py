@@ -360,6 +360,11 @@ class Ops(ABC):
     def attach(self, target: int, source: int, lo: int, hi: int, *, kept_only: bool = False) -> None:
         self.of_rows.attach(self.state, target, source, lo, hi, kept_only=kept_only)
 
+    def attach_path(self, target: int, parts: Sequence[Part]) -> None:
+        """``attach`` parts of rows one after the other."""
+        for source, lo, hi in parts:
+            self.attach(target, source, lo, hi)
+
     def transfer_pages(self, layers: PageState, row: int, target: int) -> None:
         self.of_rows.transfer_pages(layers, row, target)
 

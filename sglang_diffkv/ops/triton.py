@@ -422,7 +422,10 @@ class TritonOps(Ops):
         self._set_blocks(at, blocks)
 
     def attach(self, target: int, source: int, lo: int, hi: int, *, kept_only: bool = False) -> None:
-        self._attach[kept_only](target, source, lo, hi)
+        self._attach[kept_only](target, [(source, lo, hi)])
+
+    def attach_path(self, target: int, parts: Sequence[Part]) -> None:
+        self._attach[False](target, parts)
 
     def count_rows(self, rows: torch.Tensor, *, steps: int, low_grows: bool) -> torch.Tensor:
         return self._count_rows[low_grows](rows, steps)

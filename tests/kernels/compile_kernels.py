@@ -187,6 +187,7 @@ def call_again(
     for number in (1, 16, 17):
         ops.attach(number + 1, number, number, 2 * number, kept_only=True)
         ops.attach(number + 1, number, number, 2 * number)
+        ops.attach_path(number + 1, [(number, number, 2 * number)] * number)
         ops.seal(number)
         ops.trim(number, number)
         ops.release(number)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 import torch
 
 from sglang_diffkv.kernels.attach import reference as attach_reference
-from sglang_diffkv.kernels.attach.triton import attach, freeze, prepare_seal
+from sglang_diffkv.kernels.attach.triton import PARTS, attach, freeze, prepare_attach, prepare_seal
 from sglang_diffkv.kernels.release import reference as release_reference
 from sglang_diffkv.kernels.release.triton import release, trim
 from sglang_diffkv.kernels.table import max_entries, row_table
@@ -65,6 +67,29 @@ def test_rows_share_and_return_pages(tiers, position_bytes):
         release_reference.release(twin, row)
         assert_same(state, twin)
     assert not state.refcount.any()
+
+
+@pytest.mark.parametrize("kept_only", [False, True])
+@pytest.mark.parametrize("count", [1, 2, PARTS, PARTS + 1, 2 * PARTS + 1])
+@pytest.mark.parametrize("tiers", ["K8V4", "K8V4 K4V2"])
+def test_parts_are_attached_in_order(tiers, count, kept_only):
+    """Of two rows by turns, with parts that hold nothing among them."""
+    manager = make_manager(make_format(tiers, page_tokens=4), pages=500, layers=3, heads=2)
+    state, generator = manager.state, torch.Generator().manual_seed(count)
+    add_prompt(manager, 1, 83, generator)
+    add_prompt(manager, 2, 90, generator)
+    if kept_only:
+        state.kept_entry[1] = 1
+    manager.space.extend(3, tuple(40 for _ in state.tiers))
+    manager.space.flush()
+    twin = clone_state(state)
+    ends = [0, *(torch.randperm(80, generator=generator)[: count - 1] + 1).sort().values.tolist(), 83]
+    parts = [(1 + number % 2, lo, lo if number == 3 else hi) for number, (lo, hi) in enumerate(pairwise(ends))]
+    prepare_attach(state, kept_only=kept_only)(3, parts)
+    for part in parts:
+        attach_reference.attach(twin, 3, *part, kept_only=kept_only)
+    assert_same(state, twin)
+    assert state.entries[3].any()
 
 
 @pytest.mark.parametrize("tiers", ["K8V4", "K8V4 K4V2", "K8V4 K4V4 K4V2"])

@@ -201,10 +201,22 @@ HALF = {"disaggregation_mode": "decode", "disaggregation_transfer_backend": "moo
 def test_what_two_servers_cannot_do_is_refused(
     changes: dict[str, object], name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    if "disaggregation_decode_host_receive_threshold" in changes and compat.sglang_version() == "0.5.17":
+        pytest.skip("this SGLang has no such option")
     _half_served(monkeypatch, True)
     check_server_args(_args(**HALF))
     with pytest.raises(UnsupportedError, match=name):
         check_server_args(_args(**{**HALF, **changes}))
+
+
+@pytest.mark.skipif(compat.sglang_version() == "0.5.17", reason="this SGLang has no such option")
+def test_the_default_of_an_option_is_no_request_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is 0 in 0.5.21 and 1 in later releases."""
+    _half_served(monkeypatch, True)
+    name = "disaggregation_decode_host_receive_threshold"
+    check_server_args(_args(**HALF, **{name: compat.default_of(name)}))
+    with pytest.raises(UnsupportedError, match="host-receive-threshold"):
+        check_server_args(_args(**HALF, **{name: 1 - compat.default_of(name)}))
 
 
 @pytest.mark.parametrize(
@@ -228,7 +240,7 @@ def test_two_servers_are_refused_by_the_name_of_other_releases_and_on_gpus(monke
     assert f"set {UNTRIED_ENV}=1" in found
     _half_served(monkeypatch, False)
     (found,) = disaggregation.problems(_args(**HALF), load_config("{}"))
-    assert "install SGLang 0.5.21, or drop --disaggregation-mode" in found
+    assert "install SGLang 0.5.17, 0.5.21, 0.5.22, 0.5.23, or drop --disaggregation-mode" in found
 
 
 def test_kept_prefixes_are_refused_where_there_are_none(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,6 +4,7 @@ does not come."""
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,7 +18,7 @@ from sglang_diffkv.mem_pool.segment_object import Origin
 from sglang_diffkv.srt.scheduling import decode_side, prefill_side
 from sglang_diffkv.srt.scheduling.errors import FATAL
 from sglang_diffkv.srt.scheduling.receiving import NEVER, Receiving
-from sglang_diffkv.srt.scheduling.sending import Sending
+from sglang_diffkv.srt.scheduling.sending import Sending, block_numbers
 from sglang_diffkv.srt.versions import compat, disaggregation
 from tests.helpers import check, until
 from tests.tree.tree_world import World
@@ -46,9 +47,10 @@ class Request(SimpleNamespace):
 def request(row: int | None, tokens: int, kept: Any = None) -> Any:
     """A request of SGLang past its prompt, with a reply of one token."""
     backup = None if kept is None else SimpleNamespace(cpu_tensors=kept)
+    of_older = {"req_pool_idx": row, "kv_cache_cpu": kept}
     return Request(
         rid="one", kv=SimpleNamespace(req_pool_idx=row, retraction_backup=backup), origin_input_ids=[5] * tokens,
-        output_ids=[1], to_finish=None, finished_reason=None,
+        output_ids=[1], to_finish=None, finished_reason=None, **of_older,
     )  # fmt: skip
 
 
@@ -171,15 +173,33 @@ def test_a_prompt_of_many_short_parts_has_room_on_the_other_server() -> None:
 
 
 class Manager:
-    """Of SGLang's senders: what the decode server was told."""
+    """Of SGLang's senders: what the decode server was told, and who was told that something failed."""
+
+    attn_tp_rank, pp_size, attn_cp_size, pp_rank, attn_cp_rank = 2, 1, 1, 0, 0
 
     def __init__(self, named: Any = None):
         self.transfer_infos = {7: named}
         self.told: list[str] = []
+        self.states: list[Any] = []
+        self.synced: list[tuple[Any, ...]] = []
 
     def conclude_failure(self, *, bootstrap_room: int, failure_reason: str) -> None:
-        assert bootstrap_room == 7
-        self.told.append(failure_reason)
+        self.record_failure(bootstrap_room, failure_reason)
+
+    def record_failure(self, room: int, reason: str) -> None:
+        assert room == 7
+        self.told.append(reason)
+
+    def update_status(self, room: int, state: Any) -> None:
+        self.states.append((room, state))
+
+    def sync_status_to_decode_endpoint(self, *told: Any) -> None:
+        self.synced.append(told)
+
+
+def named(**fields: Any) -> Any:
+    """What a decode server has named for a prompt."""
+    return SimpleNamespace(endpoint="there", dst_port=5, **fields)
 
 
 def sender_of(manager: Manager, **named: Any) -> Any:
@@ -205,7 +225,7 @@ def test_a_row_that_cannot_be_sent_ends_its_request(
     def fails(*_: object, **__: object) -> None:
         raise error
 
-    manager = Manager({"x": SimpleNamespace(dst_kv_indices=range(40), is_dummy=False)})
+    manager = Manager({"x": named(dst_kv_indices=range(40), is_dummy=False)})
     req = prompt(manager, row, send=fails)
     if place == "begin":
         monkeypatch.setattr(world.manager.device, "table_of", fails)
@@ -231,7 +251,7 @@ def test_nobody_has_set_blocks_aside() -> None:
     world = half()
     row, sending, manager = with_row(world, 40), world.requests.sending, Manager()
     assert sending is not None
-    manager.transfer_infos[7] = {"x": SimpleNamespace(dst_kv_indices=range(40), is_dummy=True)}
+    manager.transfer_infos[7] = {"x": named(dst_kv_indices=range(40), is_dummy=True)}
     sending.begin(prompt(manager, row))
     sending.advance()
     assert "has set 0 aside" in manager.told[0]
@@ -243,12 +263,78 @@ def test_a_prompt_that_is_refused_in_its_batch_ends_on_both_servers(monkeypatch:
     req.to_finish = SimpleNamespace(message="no room")
     world.requests.refused.append(req)
     monkeypatch.setattr(prefill_side, "tell_refused", lambda scheduler, requests: requests.refused.clear())
-    scheduler: Any = SimpleNamespace(
-        token_to_kv_pool_allocator=world.allocator, waiting_queue=[],
-        release_aborted_prefill_waiting_req=lambda req: order.append(list(manager.told)),
-    )  # fmt: skip
+    monkeypatch.setattr(disaggregation, "release_waiting", lambda scheduler, req: order.append(list(manager.told)))
+    scheduler: Any = SimpleNamespace(token_to_kv_pool_allocator=world.allocator, waiting_queue=[])
     prefill_side.get_next_disagg_prefill_batch_to_run(lambda self: None, scheduler)
     assert order == [["no room"]]
+
+
+# SGLang 0.5.17
+
+
+@pytest.fixture
+def older(monkeypatch: pytest.MonkeyPatch) -> None:
+    """SGLang has fewer functions for two servers."""
+    row = replace(compat.installed(), transfer_reasons=False)
+    monkeypatch.setattr(disaggregation, "installed", lambda: row)
+
+
+def test_all_decode_servers_hear_that_a_prompt_does_not_come(older: None) -> None:
+    known = disaggregation.transfer_states()
+    manager = Manager({"x": named(is_dummy=False), "y": named(is_dummy=True)})
+    disaggregation.conclude_failure(sender_of(manager), "no room")
+    assert manager.told == ["no room"] and manager.states == [(7, known.Failed)]
+    assert manager.synced == [("there", 5, 7, known.Failed, 2)] * 2
+    let_go = Manager()
+    disaggregation.conclude_failure(sender_of(let_go), "no room")
+    assert let_go.told == ["no room"] and not let_go.synced
+
+
+def expected(row: int | None, tokens: int, *, waits: bool = True) -> Any:
+    """A request that SGLang's queue of a decode server has."""
+    req = request(row, tokens)
+    req.finished, req.bootstrap_host, req.bootstrap_room = lambda: False, "127.0.0.1", 7
+    return SimpleNamespace(req=req, waiting_for_input=waits)
+
+
+@pytest.mark.parametrize(
+    ("full", "row", "waits", "retracted", "free"),
+    [
+        (False, None, True, False, True),  # there is room
+        (True, None, True, False, False),  # there is none
+        (True, None, False, False, True),  # it does not wait for room
+        (True, 1, True, False, True),  # it has got its slots
+        (True, None, True, True, True),  # retracted requests are asked for
+    ],
+)
+def test_no_tokens_are_free_while_the_next_prompt_has_no_room(
+    full: bool, row: int | None, waits: bool, retracted: bool, free: bool, older: None
+) -> None:
+    world = half()
+    transfer, entry = world.manager.transfer, expected(row, 40, waits=waits)
+    queue: Any = SimpleNamespace(token_to_kv_pool_allocator=world.allocator, queue=[expected(3, 9), entry])
+    assert transfer is not None and world.requests.receiving is not None
+    if full:
+        assert transfer.room.take(transfer.room.count) is not None
+    assert world.requests.receiving.has_room(entry.req) == (not full)
+    found = decode_side.allocatable_token_budgets(lambda self, **_: 5000, queue, count_retracted=not retracted)
+    assert found == 5000 if free else found < 0
+
+
+def test_a_prompt_goes_to_blocks_once(older: None) -> None:
+    world, went = half(), []
+    receiving, entry = world.requests.receiving, expected(None, 40)
+    assert receiving is not None
+    queue: Any = SimpleNamespace(
+        token_to_kv_pool_allocator=world.allocator, kv_manager=SimpleNamespace(), queue=[entry]
+    )
+    decode_side.pre_alloc(lambda self, req: None, queue, entry.req)
+    receiver = SimpleNamespace(kv_mgr=queue.kv_manager, bootstrap_room=7)
+    for _ in range(2):
+        decode_side.send_metadata(lambda self, indices, aux: went.append(indices), receiver, np.array([3, 4]), 0)
+    assert list(went[0]) == list(block_numbers(receiving.imports[entry.req].blocks))
+    assert list(went[1]) == [3, 4]
+    receiving.left(entry.req)
 
 
 # The handshake

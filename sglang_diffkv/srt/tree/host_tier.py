@@ -6,7 +6,7 @@ it is like what was never evicted: in the positions where a match may end, in wh
 
 When a segment is copied is SGLang's ``--hicache-write-policy``:
 
-- ``write_through``: once nobody reads it, beside the passes; at its eviction if that comes first;
+- ``write_through``: some passes after nobody reads it, beside others; at its eviction if that comes first;
 - ``write_through_selective``: the same, once a second request has matched it; never if none has;
 - ``write_back``: at its eviction.
 

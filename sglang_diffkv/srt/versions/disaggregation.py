@@ -113,7 +113,7 @@ def conclude_failure(sender: Any, reason: str) -> None:
     manager.update_status(room, KVPoll.Failed)
     rank = manager.attn_tp_rank * manager.pp_size * manager.attn_cp_size
     rank += manager.pp_rank * manager.attn_cp_size + manager.attn_cp_rank
-    for wanted in list(manager.transfer_infos.get(room, {}).values()):
+    for wanted in list((manager.transfer_infos.get(room) or {}).values()):
         manager.sync_status_to_decode_endpoint(wanted.endpoint, wanted.dst_port, room, KVPoll.Failed, rank)
 
 

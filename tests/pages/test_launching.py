@@ -1,0 +1,61 @@
+"""Which stream is current while kernels are launched."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+
+import pytest
+import torch
+
+from tests.kernels.triton_helpers import make_format, make_manager
+
+
+class Stream:
+    """Stands for a stream of PyTorch's."""
+
+    device_index = 0
+
+    def __init__(self) -> None:
+        self.waited_for: list[Stream] = []
+
+    def wait_stream(self, other: Stream) -> None:
+        self.waited_for.append(other)
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_kernels_go_to_the_forward_stream_and_wait_where_they_need_memory(
+    monkeypatch: pytest.MonkeyPatch, fails: bool
+) -> None:
+    """The scheduler's stream is current again behind them, should they fail too; inside each other they set none."""
+    device = make_manager(make_format("BF16", 64, page_tokens=8)).device
+    schedulers, forward = Stream(), Stream()
+    current, sets = [schedulers], []
+
+    def set_stream(stream: Stream) -> None:
+        sets.append(stream)
+        current[0] = stream
+
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda index: current[0])
+    monkeypatch.setattr(torch.cuda, "set_stream", set_stream)
+    device.stream = forward  # type: ignore[assignment]
+
+    def launch(*, allocates: bool) -> None:
+        with device.launching(allocates=allocates):
+            assert current == [forward]
+            with device.launching():
+                assert current == [forward]
+            assert not fails, "no memory"
+
+    for allocates in (False, True):
+        with pytest.raises(AssertionError, match="no memory") if fails else nullcontext():
+            launch(allocates=allocates)
+        assert current == [schedulers] and forward.waited_for == [schedulers] * allocates
+    assert sets == [forward, schedulers] * 2
+
+    def flush() -> None:
+        raise MemoryError
+
+    monkeypatch.setattr(device.space, "flush", flush)
+    with pytest.raises(MemoryError), device.launching():
+        pass
+    assert current == [schedulers]
