@@ -43,7 +43,7 @@ class Release:
         on_cpu, on_gpu: the packages with which it was tested there; None: not tested there, so refused.
         seen_on_gpu: of what is refused on GPUs elsewhere, what was compared with stock there: ``drafts``, ``trees of a
             model's drafts``, ``states``, ``drafts beside states``, ``prefill graphs``, ``prefill graphs
-            beside n-grams``.
+            beside n-grams``, ``two servers`` (one computes prompts, another goes on).
         targets: hooks whose target differs from ``TARGETS``. classes: classes that are not where ``CLASSES`` says.
         tree: the prefix cache's insertion methods, a class of ``srt/tree/sglang_methods.py``.
         row_on_request: a request has its row and lengths itself, and not in ``req.kv``.
@@ -227,7 +227,7 @@ _17 = Release(
     "0.5.17",
     _CPU,
     _HOPPER,
-    seen_on_gpu=frozenset({"drafts", "states", "prefill graphs"}),
+    seen_on_gpu=frozenset({"drafts", "states", "prefill graphs", "two servers"}),
     disaggregation=True,
     transfer_reasons=False,
     targets={

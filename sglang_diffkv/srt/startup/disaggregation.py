@@ -14,7 +14,7 @@ from sglang_diffkv.mem_pool.row_object import VERSION
 from sglang_diffkv.mem_pool.row_transfer import LESS_ROOM, room_blocks, room_bytes
 from sglang_diffkv.mem_pool.segment_object import Origin
 from sglang_diffkv.plan import MemoryPlan
-from sglang_diffkv.releases import RELEASES
+from sglang_diffkv.releases import RELEASES, seen_on_gpu
 from sglang_diffkv.srt.models.speculation import algorithm_of
 from sglang_diffkv.srt.scheduling.allocator import requests_of
 from sglang_diffkv.srt.startup import host_options, own_means, own_shaping
@@ -28,6 +28,8 @@ TRANSFER = "mooncake"
 """SGLang's transfer backend that moves host memory as the room's blocks are."""
 
 STAGING = "SGLANG_DISAGG_STAGING_BUFFER"
+PAIRS_GPU_VERSIONS = seen_on_gpu("two servers")
+"""Versions of SGLang with which a request went from one server to another on a GPU."""
 
 
 def mode_of(args: Any) -> str:
@@ -81,8 +83,9 @@ def problems(args: Any, config: DiffKVConfig) -> list[str]:
         ),
         f"{STAGING} with {OPTION}: unset it": os.environ.get(STAGING, "").lower() in ("1", "true", "yes", "y"),
     }
-    unseen = compat.untried_on_a_gpu(given("device"), OPTION, "drop it")
-    return unseen + [text for text, wrong in found.items() if wrong]
+    unseen = [] if compat.sglang_version() in PAIRS_GPU_VERSIONS else [given("device")]
+    untried = [text for device in unseen for text in compat.untried_on_a_gpu(device, OPTION, "drop it")]
+    return untried + [text for text, wrong in found.items() if wrong]
 
 
 def model_problems(configurator: Any) -> list[str]:
