@@ -227,7 +227,7 @@ _17 = Release(
     "0.5.17",
     _CPU,
     _HOPPER,
-    seen_on_gpu=frozenset({"drafts", "states", "prefill graphs", "two servers"}),
+    seen_on_gpu=frozenset({"drafts", "states", "prefill graphs", "prefill graphs beside n-grams", "two servers"}),
     disaggregation=True,
     transfer_reasons=False,
     targets={

@@ -265,9 +265,11 @@ def tried(monkeypatch):
     "more",
     [
         {
-            "speculative_algorithm": "NGRAM",
-            "speculative_ngram_min_bfs_breadth": 1,
-            "speculative_ngram_max_bfs_breadth": 1,
+            "speculative_algorithm": "STANDALONE",
+            "speculative_draft_model_path": str(NANO),
+            "speculative_eagle_topk": 1,
+            "speculative_num_steps": 3,
+            "speculative_num_draft_tokens": 4,
         },
         {"enable_torch_compile": True},
         {"enable_lora": True},
@@ -285,18 +287,22 @@ def test_prefill_graphs_are_refused_beside_what_they_were_not_tried_with(more, t
 
 
 @pytest.mark.parametrize("kind", ["breakable", "tc_piecewise"])
-@pytest.mark.parametrize("obstacle", ["", "version", "states"])
+@pytest.mark.parametrize("obstacle", ["", "version", "states", "n-grams", "untried n-grams"])
 def test_prefill_graphs_that_sglang_chooses_stay_where_they_are_served(obstacle, kind, tried, monkeypatch, caplog):
     """Through SGLang's own resolution, which on a GPU ends with prefill graphs."""
     if obstacle == "version":
         monkeypatch.setattr("sglang_diffkv.srt.startup.prefill_graphs.GRAPHS_GPU_VERSIONS", ())
+    seen = () if obstacle == "untried n-grams" else (sglang_version(),)
+    monkeypatch.setattr("sglang_diffkv.srt.startup.prefill_graphs.DRAFTS_GPU_VERSIONS", seen)
     if obstacle == "states":
         monkeypatch.setattr("sglang_diffkv.srt.startup.prefill_graphs.model_has_states", lambda args: True)
-    args = _resolved_args(monkeypatch)
+    monkeypatch.setattr("sglang_diffkv.srt.startup.validation.DRAFTS_GPU_VERSIONS", (sglang_version(),))
+    drafts = {"speculative_algorithm": "NGRAM"} if "n-grams" in obstacle else {}
+    args = _resolved_args(monkeypatch, **drafts)
     _choose_prefill_graphs(args, kind)
     with caplog.at_level("INFO"):
         launch.configure(args, "{}")
-    stays = kind == "breakable" and not obstacle
+    stays = kind == "breakable" and obstacle in ("", "n-grams")
     assert resolved(args).cuda_graph_config.prefill.backend == (kind if stays else "disabled")
     assert resolved(args).cuda_graph_config.decode.backend == "full"
     assert ("passes over prompts run without CUDA graphs" in caplog.text) == (not stays)
