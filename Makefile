@@ -20,7 +20,8 @@ OTHER_SGLANG := $(filter-out $(shell sed -n 's/^sglang==//p' requirements/cpu.tx
 	'from sglang_diffkv.releases import TESTED_VERSIONS; print(*TESTED_VERSIONS)'))
 # Those on which servers answer. 0.5.22 has the row of 0.5.23 in sglang_diffkv/releases.py: its hooks and requests are tested without servers.
 SERVED_SGLANG := $(filter-out 0.5.22,$(OTHER_SGLANG))
-# Hooks and refusals, SGLang's options, requests, the order of the queue and the tree at both fidelities: four servers that answer, and one with states;
+# Hooks and refusals, SGLang's options, requests, the order of the queue and the tree at both fidelities: four servers that answer, one with states,
+# and pairs of which one computes prompts;
 # and where SGLang chooses the cache's dtype.
 VERSION_TESTS := tests/servers/test_refusals.py tests/servers/test_hooks.py tests/servers/test_server_flags.py tests/servers/test_disk_store.py tests/servers/test_metrics.py \
 	tests/tree/test_queue_order.py tests/tree/test_session_refs.py tests/tree/test_page_size.py tests/servers/test_server_page_size.py \

@@ -198,7 +198,8 @@ def beside(server: Server, vocab: int, draw: random.Random, args: argparse.Names
             if place == HOST:
                 prefixes.push_out(prompts)
             running = [drawn(draw, vocab, 64) for _ in range(args.beside)]
-            comes = Comes(server.url, place, prompts[:-1] if place == HOST else prompts[-1:] * 10_000, args.pause)
+            asked = prompts[:-1] if place == HOST else prompts[-1:] * (len(prompts) - 1)  # as many of both
+            comes = Comes(server.url, place, asked, args.pause)
             found.append(decode_beside(server.url, running, args.tokens, comes.one))
             if comes.missed:
                 raise BenchmarkError(f"{comes.missed} prompts beside others were not found: {place}")

@@ -347,14 +347,18 @@ def test_a_model_is_named_by_its_weights_and_what_changes_them(
     assert name() != known
 
 
-@pytest.mark.parametrize("what", ["sharded", "no weights", "unknown"])
+@pytest.mark.parametrize("what", ["sharded", "quantised", "described", "no weights", "unknown"])
 def test_weights_that_are_not_known_are_named_for_one_process(
     what: str, folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     (tmp_path / "empty").mkdir()
-    path = {"sharded": folder, "no weights": tmp_path / "empty", "unknown": tmp_path / "none"}[what]
-    args = _args(load_format="sharded_state" if what == "sharded" else "auto")
-    assert model_identity.model_digest(args, model(path)) != model_identity.model_digest(args, model(path))
+    path = {"no weights": tmp_path / "empty", "unknown": tmp_path / "none"}.get(what, folder)
+    form = {"sharded": "sharded_state", "quantised": "dummy", "described": "dummy"}.get(what, "auto")
+    args = _args(load_format=form, quantization="awq" if what == "quantised" else None)
+    about: dict[str, Any] = {"quantization_config": {"quant_method": "gptq"}} if what == "described" else {}
+    assert model_identity.model_digest(args, model(path, **about)) != model_identity.model_digest(
+        args, model(path, **about)
+    )
     assert "found by itself only" in caplog.text
 
 
@@ -365,7 +369,8 @@ def test_dummy_weights_are_named_by_what_they_are_drawn_by(folder: Path) -> None
         return model_identity.model_digest(_args(load_format="dummy", **more), model(folder, hidden=hidden))
 
     assert name() == name()
-    assert len({name(), name(hidden=9), name(tp_size=2), name(device="cuda"), name(dtype="float16")}) == 5
+    others = [name(tp_size=2), name(device="cuda"), name(dtype="float16"), name(ep_size=2)]
+    assert len({name(), name(hidden=9), *others}) == 6
     assert name() != model_identity.model_digest(_args(load_format="auto"), model(folder))
 
 

@@ -297,6 +297,14 @@ def expected(row: int | None, tokens: int, *, waits: bool = True) -> Any:
     return SimpleNamespace(req=req, waiting_for_input=waits)
 
 
+def prealloc_queue(world: World, *entries: Any, **scheduler: Any) -> Any:
+    """SGLang's queue of a decode server, by priority if ``scheduler`` says so."""
+    named: dict[str, Any] = {"enable_priority_scheduling": False, "schedule_low_priority_values_first": False}
+    return SimpleNamespace(
+        token_to_kv_pool_allocator=world.allocator, queue=[*entries], scheduler=SimpleNamespace(**named | scheduler)
+    )  # fmt: skip
+
+
 @pytest.mark.parametrize(
     ("full", "row", "waits", "retracted", "free"),
     [
@@ -312,13 +320,64 @@ def test_no_tokens_are_free_while_the_next_prompt_has_no_room(
 ) -> None:
     world = half()
     transfer, entry = world.manager.transfer, expected(row, 40, waits=waits)
-    queue: Any = SimpleNamespace(token_to_kv_pool_allocator=world.allocator, queue=[expected(3, 9), entry])
+    queue = prealloc_queue(world, expected(3, 9), entry)
     assert transfer is not None and world.requests.receiving is not None
     if full:
         assert transfer.room.take(transfer.room.count) is not None
     assert world.requests.receiving.has_room(entry.req) == (not full)
     found = decode_side.allocatable_token_budgets(lambda self, **_: 5000, queue, count_retracted=not retracted)
     assert found == 5000 if free else found < 0
+
+
+@pytest.mark.parametrize("low_first", [False, True])
+def test_the_next_prompt_is_the_first_by_priority(low_first: bool, older: None) -> None:
+    """SGLang asks, and then sorts its queue: a prompt without room would be given what is not there."""
+    world, small, large = half(), expected(None, 40), expected(None, 4000)
+    small.req.priority, large.req.priority = (2, 1) if low_first else (1, 2)
+    receiving = world.requests.receiving
+    assert receiving is not None and receiving.has_room(small.req)
+    receiving.has_room = lambda req: req is small.req  # type: ignore[method-assign]
+    queue = prealloc_queue(
+        world, small, large, enable_priority_scheduling=True, schedule_low_priority_values_first=low_first
+    )
+    assert decode_side.allocatable_token_budgets(lambda self, **_: 5000, queue, count_retracted=True) < 0
+    assert queue.queue == [small, large]
+    large.req.priority = small.req.priority  # the first of its like
+    assert decode_side.allocatable_token_budgets(lambda self, **_: 5000, queue, count_retracted=True) == 5000
+
+
+def test_a_decode_server_that_cannot_be_told_ends_nothing(older: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: Any) -> None:
+        raise OSError("no such address")
+
+    manager = Manager({"x": named(is_dummy=False)})
+    monkeypatch.setattr(manager, "sync_status_to_decode_endpoint", fails)
+    disaggregation.conclude_failure(sender_of(manager), "no room")
+    assert manager.told == ["no room"] and manager.states == [(7, disaggregation.transfer_states().Failed)]
+
+
+def test_a_waiting_prompt_gives_up_what_it_holds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the installed SGLang's own functions."""
+    from sglang.srt.disaggregation import prefill
+
+    done: list[Any] = []
+    if compat.installed().transfer_reasons:
+        monkeypatch.setattr(prefill, "release_kv_cache", lambda req, tree, **_: done.append("row"))
+    else:
+        monkeypatch.setattr("sglang.srt.mem_cache.common.release_kv_cache", lambda req, tree, **_: done.append("row"))
+    req = request(1, 40)
+    req.metadata_buffer_index, req.pending_bootstrap = 4, True
+    req.kv.holds_kv = True
+    req.disagg_kv_sender = SimpleNamespace(abort=lambda: done.append("sender"))
+    mixin = prefill.SchedulerDisaggregationPrefillMixin
+    scheduler: Any = SimpleNamespace(
+        req_to_metadata_buffer_idx_allocator=SimpleNamespace(free=done.append), tree_cache=None,
+        clear_pending_chunk_send=lambda req: None,
+    )  # fmt: skip
+    if compat.installed().transfer_reasons:
+        scheduler.release_aborted_prefill_waiting_req = mixin.release_aborted_prefill_waiting_req.__get__(scheduler)
+    disaggregation.release_waiting(scheduler, req)
+    assert done == ["sender", 4, "row"] and req.metadata_buffer_index == -1 and not req.pending_bootstrap
 
 
 def test_a_prompt_goes_to_blocks_once(older: None) -> None:

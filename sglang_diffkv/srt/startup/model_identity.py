@@ -34,8 +34,8 @@ FROM_FILES = ("auto", "safetensors", "pt", "npcache", "mistral", "fastsafetensor
 """SGLang's ``--load-format`` whose weights are those of the model's files."""
 
 DRAWN = "dummy"
-"""The one whose weights SGLang draws, always from the same seed."""
-DRAWN_BY = ("device", "dtype", "tp_size")
+"""The one whose weights SGLang draws, always from the same seed, but for integers: these are what memory had."""
+DRAWN_BY = ("device", "dtype", "tp_size", "ep_size", "dp_size", "enable_dp_attention")
 """Arguments on which it depends what is drawn."""
 
 CHANGING = (
@@ -112,6 +112,10 @@ def _weights(view: Any, model: Any) -> tuple[str, list[Any] | None]:
     """The weight files of a model by name, with a digest of each; None, and why, if they are not known."""
     form = str(getattr(getattr(view, "load_format", "auto"), "value", getattr(view, "load_format", "auto")))
     if form == DRAWN:
+        described = model.hf_config.to_dict()
+        told = any(described.get(name) for name in ("quantization_config", "compression_config"))
+        if told or any(getattr(x, "quantization", None) for x in (view, model)):
+            return f"--load-format {form} does not draw all of quantised weights", None
         return "", [form, torch.__version__, *(str(getattr(view, name, None)) for name in DRAWN_BY)]
     if form not in FROM_FILES:
         return f"--load-format {form} does not say which weights these are", None

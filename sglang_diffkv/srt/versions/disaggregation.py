@@ -4,9 +4,12 @@ by release. Only releases whose row says so have them with diffkv (``Release.dis
 from __future__ import annotations
 
 import json
+import logging
 from typing import Any
 
 from sglang_diffkv.srt.versions.compat import installed, kv_of, row_of
+
+logger = logging.getLogger(__name__)
 
 
 def is_own_request(req: Any) -> bool:
@@ -75,8 +78,15 @@ def has_come_back(req: Any) -> None:
 
 
 def next_expected(queue: Any) -> Any:
-    """The request that gets KV slots next, of ``queue``, SGLang's ``DecodePreallocQueue``; None if none waits."""
-    for decode_req in queue.queue:
+    """The request that gets KV slots next, of ``queue``, SGLang's ``DecodePreallocQueue``; None if none waits.
+
+    SGLang may ask before it sorts the queue by priority.
+    """
+    scheduler, waiting = queue.scheduler, queue.queue
+    if scheduler.enable_priority_scheduling:
+        sign = 1 if scheduler.schedule_low_priority_values_first else -1
+        waiting = sorted(waiting, key=lambda decode_req: decode_req.req.priority * sign)
+    for decode_req in waiting:
         req = decode_req.req
         if decode_req.waiting_for_input and row_of(req) is None and not req.finished():
             return req
@@ -114,7 +124,11 @@ def conclude_failure(sender: Any, reason: str) -> None:
     rank = manager.attn_tp_rank * manager.pp_size * manager.attn_cp_size
     rank += manager.pp_rank * manager.attn_cp_size + manager.attn_cp_rank
     for wanted in list((manager.transfer_infos.get(room) or {}).values()):
-        manager.sync_status_to_decode_endpoint(wanted.endpoint, wanted.dst_port, room, KVPoll.Failed, rank)
+        try:
+            manager.sync_status_to_decode_endpoint(wanted.endpoint, wanted.dst_port, room, KVPoll.Failed, rank)
+        except Exception as error:  # an address that no socket takes, as a decode server gave it
+            where = f"{wanted.endpoint}:{wanted.dst_port}"
+            logger.warning("DiffKV: the decode server at %s is not told of a failure: %s", where, error)
 
 
 def release_waiting(scheduler: Any, req: Any) -> None:
@@ -122,7 +136,7 @@ def release_waiting(scheduler: Any, req: Any) -> None:
     if installed().transfer_reasons:
         scheduler.release_aborted_prefill_waiting_req(req)
         return
-    from sglang.srt.disaggregation.utils import maybe_release_metadata_buffer
+    from sglang.srt.disaggregation.prefill import maybe_release_metadata_buffer
     from sglang.srt.mem_cache.common import release_kv_cache
 
     sender = getattr(req, "disagg_kv_sender", None)
