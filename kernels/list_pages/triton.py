@@ -98,31 +98,27 @@ Lists = Callable[[torch.Tensor, int], tuple[torch.Tensor, torch.Tensor]]
 def prepare_list(state: PageState) -> Lists:
     """``list_pages`` of rows of a state."""
     heads = state.num_layers * state.num_heads
-    launches: dict[int, Launch] = {}
-
-    def launch_for(count: int) -> Launch:
-        return Launch(
-            list_pages_kernel,
-            (heads, count),
-            (
-                None, None, None, None, None, state.pages, state.page_table, state.range_lo, state.range_hi,
-                state.row_blocks, state.entries,
-            ),
-            {
-                "LAYOUTS": layout_numbers(state.fmt), "TIERS": len(state.fmt.tiers),
-                "PAGE_BYTES": state.fmt.page_bytes, "MAX_BLOCKS": state.row_blocks.shape[1], "L": state.num_layers,
-                "H": state.num_heads, "PADDED_HEADS": triton.next_power_of_2(heads), "E": ENTRIES, "num_warps": 2,
-            },
-        )  # fmt: skip
+    launch = Launch(
+        list_pages_kernel,
+        (heads, 1),
+        (
+            None, None, None, None, None, state.pages, state.page_table, state.range_lo, state.range_hi,
+            state.row_blocks, state.entries,
+        ),
+        {
+            "LAYOUTS": layout_numbers(state.fmt), "TIERS": len(state.fmt.tiers), "PAGE_BYTES": state.fmt.page_bytes,
+            "MAX_BLOCKS": state.row_blocks.shape[1], "L": state.num_layers, "H": state.num_heads,
+            "PADDED_HEADS": triton.next_power_of_2(heads), "E": ENTRIES, "num_warps": 2,
+        },
+    )  # fmt: skip
 
     def list_again(asked: torch.Tensor, total: int) -> tuple[torch.Tensor, torch.Tensor]:
         assert asked.shape[0] == 5 and asked.dtype == torch.int64 and asked.is_contiguous()
         out = torch.zeros(total, dtype=torch.int64, device=state.device)
         known = torch.zeros(6, total, dtype=torch.int32, device=state.device)
         count = asked.shape[1]
-        if count not in launches:
-            launches[count] = launch_for(count)
-        launches[count](asked=asked, n=count, total=total, out=out, known=known)
+        launch.resize(heads, count)
+        launch(asked=asked, n=count, total=total, out=out, known=known)
         return out, known
 
     return list_again
