@@ -38,13 +38,14 @@ from sglang_diffkv.evaluate.prompts import chat_ids, load_tokenizer
 from sglang_diffkv.evaluate.server import Server, ServerError, has_gpu, stock_backend, stop_servers_on_sigterm
 from sglang_diffkv.ops.flash import FlashPrefill
 
-LOSSLESS = '{"tiers": ["BF16"], "prefill": "triton"}'
-"""Without FlashInfer's kernels for new tokens, which some head sizes have to compile first."""
+_BY_TRITON = {"prefill": "triton"} if has_gpu() else {}
+LOSSLESS = json.dumps({"tiers": ["BF16"], **_BY_TRITON})
+"""On a GPU without FlashInfer's kernels for new tokens, which some head sizes have to compile first."""
 BY_FLASHINFER = '{"tiers": ["BF16"], "prefill": "flashinfer"}'
 """With them, which also attend to stored tokens that are read back."""
 BY_FLASH = '{"tiers": ["BF16"], "prefill": "fa3"}'
 """By FlashAttention-3, which Hopper GPUs take unasked."""
-DEFAULT = '{"prefill": "triton"}'
+DEFAULT = json.dumps(_BY_TRITON)
 CHECKED = {CHECK_ENV: "8"}
 CHUNKS = ("--chunked-prefill-size", "64")
 MIXED = "--enable-mixed-chunk"
@@ -131,9 +132,10 @@ def _control(backend: str, *args: str) -> list[Asked]:
     return [_stock(f"stock, {backend}", *args, backend=backend)] if has_gpu() else []
 
 
-def _drafted(algorithm: str, model: Path = NANO) -> list[Asked]:
-    """Stock without drafts and, on a GPU, with them; the ways in which drafting servers of DiffKV's run."""
-    drafts = tuple(shlex.split(f"{draft_args(algorithm, str(model), 3)} {OFTEN}"))
+def _drafted(algorithm: str, model: Path = NANO, *, branches: int = 1) -> list[Asked]:
+    """Stock without drafts and, on a GPU, with them; the ways in which drafting servers of DiffKV's run. ``branches``:
+    of trees."""
+    drafts = tuple(shlex.split(f"{draft_args(algorithm, str(model), 3, branches)} {OFTEN}"))
     found = [_stock(sizes=(1, BATCH)), _ours("diffkv", *drafts)]
     # Stock cannot verify on a CPU, which has neither graphs nor overlap scheduling under drafts.
     stages = {stage: args for stage, args in STAGES.items() if args and has_gpu()}
@@ -223,6 +225,10 @@ KINDS = {
     "ngram": Kind("drafts by n-grams", lambda folder: _drafted("NGRAM")),
     "standalone": Kind("drafts by the model itself", lambda folder: _drafted("STANDALONE")),
     "eagle": Kind("an EAGLE head by a linear map", lambda folder: _drafted("EAGLE", folder), _make_eagle),
+    "eagle_trees": Kind(
+        "trees of drafts by an EAGLE head", lambda folder: _drafted("EAGLE", folder, branches=2), _make_eagle
+    ),
+    "standalone_trees": Kind("trees of drafts by the model itself", lambda folder: _drafted("STANDALONE", branches=2)),
     "eagle3": Kind("a random EAGLE-3 head", lambda folder: _drafted("EAGLE3", folder), random_drafts.make_eagle3),
     "mimo": Kind(
         "MiMo's prediction layer",
@@ -241,7 +247,7 @@ KINDS = {
     "falcon_h1": _with_states("falcon_h1", "Falcon-H1: a state space", gpu=True),
     "lfm2": _with_states("lfm2", "LFM2: short convolutions", gpu=True, backend="flashinfer" if has_gpu() else ""),
 }
-DRAFTS_ON_NANO = {"eagle", "eagle3"}
+DRAFTS_ON_NANO = {"eagle", "eagle_trees", "eagle3"}
 """Kinds whose checkpoint is a draft model."""
 
 
