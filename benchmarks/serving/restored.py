@@ -1,5 +1,8 @@
 """What a prefix that comes back saves: time to the first token of a prompt that is computed, that the GPU still has,
 that comes back from host memory, and that comes back from a store; and what that costs requests that decode meanwhile.
+``--added``: also with so many new tokens behind a prompt that the GPU has, as a chat's next turn has.
+
+Nothing else may run on the machine, other servers' starts least of all: such passes wait for the host.
 
 Each backend gets a server of its own with the same bytes of KV cache, and needs SGLang's options for host memory. Other
 prompts push a prompt out of the GPU. With a store, emptying the caches pushes it out of host memory too; it then lies
@@ -93,9 +96,9 @@ class Prefixes:
                 return
         raise BenchmarkError("the GPU still has a prompt after many others")
 
-    def times(self, prompts: Sequence[Sequence[int]], place: str) -> list[float]:
-        """Milliseconds to the first token of each, which has to be found at ``place``."""
-        found = [ask(self.server.url, prompt) for prompt in prompts]
+    def times(self, prompts: Sequence[Sequence[int]], place: str, added: int = 0) -> list[float]:
+        """Milliseconds to the first token of each, which has to be found at ``place``; behind so many new tokens."""
+        found = [ask(self.server.url, [*prompt, *self.draw()[:added]]) for prompt in prompts]
         for asked, prompt in zip(found, prompts, strict=True):
             if not asked.of(place, len(prompt)):
                 raise BenchmarkError(f"a prompt of {len(prompt)} tokens was found {asked.found}, not {place}")
@@ -159,6 +162,11 @@ class Comes:
             self.missed += not ask(self.url, prompt).of(self.place, len(prompt))
 
 
+def behind_device(added: int) -> str:
+    """The name of so many new tokens behind what the GPU has."""
+    return f"{DEVICE}_{added}"
+
+
 def measure(server: Server, setup: Setup, args: argparse.Namespace) -> Record:
     """Times of each kind on one server."""
     vocab, draw = setup.shape.vocab, random.Random(f"restored {setup.seed}")
@@ -172,7 +180,10 @@ def measure(server: Server, setup: Setup, args: argparse.Namespace) -> Record:
         found = {COMPUTED: prefixes.times(prompts, COMPUTED)}
         prefixes.push_out(prompts)
         found[HOST] = prefixes.times(prompts[:-1], HOST)
-        found[DEVICE] = prefixes.times(prompts[-2:-1] * len(prompts[:-1]), DEVICE)
+        again = prompts[-2:-1] * len(prompts[:-1])
+        found[DEVICE] = prefixes.times(again, DEVICE)
+        for added in args.added:
+            found[behind_device(added)] = prefixes.times(again, DEVICE, added)
         if any("storage-backend" in arg for arg in server.command):
             time.sleep(args.settle)
             server.flush_cache()
@@ -208,7 +219,11 @@ def beside(server: Server, vocab: int, draw: random.Random, args: argparse.Names
 
 def table(records: Sequence[Record], args: argparse.Namespace) -> str:
     """A row for each backend and length."""
-    header = ["backend", "prompt", "computed ms", "on the GPU", "from host memory", "from the store", "decode beside"]
+    header = [
+        "backend", "prompt", "computed ms", "on the GPU", *(f"and {added} more" for added in args.added),
+        "from host memory", "from the store", "decode beside",
+    ]  # fmt: skip
+    places = [DEVICE, *map(behind_device, args.added), HOST, STORE]
     rows = []
     for record in records:
         if record["status"] != OK:
@@ -217,7 +232,7 @@ def table(records: Sequence[Record], args: argparse.Namespace) -> str:
         for number, found in enumerate(record["prompts"]):
             computed = found[f"{COMPUTED}_ms"]
             cells = [f"{computed:.1f}"]
-            for place in (DEVICE, HOST, STORE):
+            for place in places:
                 ms = found.get(f"{place}_ms")
                 cells.append("" if ms is None else f"{ms:.1f}, {ms / computed:.2f}")
             rates = record.get("beside") if number == 0 else None
@@ -232,6 +247,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add_arguments(parser)
     parser.add_argument("--prompt", type=int, nargs="+", default=[8000], metavar="TOKENS", help="of a prompt")
     parser.add_argument("--repeat", type=int, default=5, help="prompts of each length, for the median")
+    parser.add_argument("--added", type=int, nargs="*", default=[], metavar="TOKENS", help="behind what the GPU has")
     parser.add_argument("--settle", type=float, default=5.0, help="seconds in which the store takes what it is given")
     parser.add_argument("--beside", type=int, default=0, metavar="REQUESTS", help="that decode while prompts come back")
     parser.add_argument("--rounds", type=int, default=2, help="of these, for the median")
@@ -241,6 +257,8 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     args = parse(parser, argv)
     if args.repeat < 2 or args.prompts < 2:
         parser.error("--repeat and --prompts are at least 2: the last prompt shows whether others are still on the GPU")
+    if any(not 0 < added <= min(args.prompt) for added in args.added):
+        parser.error("--added is from 1 to the length of the shortest prompt")
     return args
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import shlex
 from collections import OrderedDict
 from types import SimpleNamespace
 
@@ -29,9 +30,13 @@ class Played:
 
     def ask(self, url: str, prompt: list[int]) -> Asked:
         key = tuple(prompt)
-        place = next(
-            (x for x, held in ((DEVICE, self.device), (HOST, self.host), (STORE, self.stored)) if key in held), ""
+        found = (
+            (x, known)
+            for x, held in ((DEVICE, self.device), (HOST, self.host), (STORE, self.stored))
+            for known in tuple(held)
+            if known == key[: len(known)]
         )
+        place, known = next(found, ("", ()))
         self.device.pop(key, None)
         self.device[key] = None
         if self.keeps:
@@ -39,7 +44,8 @@ class Played:
             self.stored.add(key)
         while len(self.device) > self.size:
             self.device.popitem(last=False)
-        return Asked(TIMES[place or COMPUTED], {place: len(prompt) - 1} if place else {})
+        seconds = TIMES[place or COMPUTED] + 1e-3 * (len(prompt) - len(known) if place else 0)
+        return Asked(seconds, {place: min(len(known), len(prompt) - 1)} if place else {})
 
     def flush_cache(self) -> None:
         self.device.clear()
@@ -94,6 +100,24 @@ def test_every_place_has_its_times(store, monkeypatch):
     )
     assert "400.0 | 10.0, 0.03 | 30.0, 0.07 |" in text and "| y | e |" in text
     assert ("100.0, 0.25" in text) == store
+
+
+def test_new_tokens_behind_a_prompt_have_times_of_their_own(monkeypatch):
+    server = play(monkeypatch, Played(20, store=False))
+    flags = shlex.split("--model x --kv-gib 1 --prompt 60 --repeat 4 --diffkv d={} --added 1 6")
+    args = restored.parse_args(flags)
+    record = restored.measure(server, SimpleNamespace(shape=SimpleNamespace(vocab=9000), seed=0), args)
+    (found,) = record["prompts"]
+    assert (found["device_ms"], found["device_1_ms"], found["device_6_ms"]) == pytest.approx((10, 11, 16))
+    header, _, row = restored.table([{"backend": "x", "status": "ok", **record}], args).splitlines()
+    assert "| on the GPU | and 1 more | and 6 more | from host memory |" in header
+    assert "| 10.0, 0.03 | 11.0, 0.03 | 16.0, 0.04 | 30.0, 0.07 |" in row
+
+
+def test_more_new_tokens_than_that_are_refused(capsys):
+    with pytest.raises(SystemExit):
+        restored.parse_args(["--model", "x", "--kv-gib", "1", "--prompt", "60", "--diffkv", "d={}", "--added", "61"])
+    assert "--added is from 1 to the length of the shortest prompt" in capsys.readouterr().err
 
 
 def test_few_prompts_are_refused(capsys):
