@@ -77,7 +77,7 @@ def pre_alloc(original: Any, self: Any, req: Any, *args: Any, **kwargs: Any) -> 
     found, requests = original(self, req, *args, **kwargs), requests_of(self)
     if requests is not None and requests.receiving is not None and not disaggregation.was_kept(req):
         requests.receiving.expect(req)
-        disaggregation.expects_blocks(self, req, requests.receiving.imports.get(req))
+        disaggregation.expects_blocks(self, requests.receiving.imports)
     return found
 
 

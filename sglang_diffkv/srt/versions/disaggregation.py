@@ -96,16 +96,16 @@ def next_expected(queue: Any) -> Any:
     return None
 
 
-def expects_blocks(queue: Any, req: Any, wanted: Any) -> None:
-    """Leave with SGLang's manager where a request's row is to go, for ``expected_blocks``. ``wanted``: a ``RowImport``,
-    or None."""
-    if wanted is not None and not installed().transfer_reasons:
-        queue.kv_manager.__dict__.setdefault("diffkv_blocks", {})[req.bootstrap_room] = wanted.blocks
+def expects_blocks(queue: Any, imports: Any) -> None:
+    """Tell SGLang's manager where rows are to go, for ``expected_blocks``. ``imports``: of ``Receiving``."""
+    if not installed().transfer_reasons:
+        queue.kv_manager.diffkv_imports = imports
 
 
 def expected_blocks(receiver: Any) -> Any:
-    """What ``expects_blocks`` left for a ``receiver``, once; else None."""
-    return receiver.kv_mgr.__dict__.get("diffkv_blocks", {}).pop(receiver.bootstrap_room, None)
+    """Where the row of a ``receiver`` is to go, of the request that was expected last; None if it gets none."""
+    imports, room = getattr(receiver.kv_mgr, "diffkv_imports", {}), receiver.bootstrap_room
+    return next((wanted.blocks for req, wanted in reversed(imports.items()) if req.bootstrap_room == room), None)
 
 
 def nothing_pends(scheduler: Any, req: Any) -> None:
