@@ -3,15 +3,13 @@ ends its own request alone, and no page or block is lost on either."""
 
 from __future__ import annotations
 
-import random
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from typing import Any
 
 import pytest
-import requests
 
 from sglang_diffkv.srt.versions import compat
 from tests.helpers import until
@@ -209,43 +207,3 @@ def test_a_decode_server_that_dies_takes_its_own_requests_along(pairs: dict[str,
     for first, _ in asked:
         first.result()
     settled(two)
-
-
-@pytest.mark.full
-def test_two_hundred_requests_with_aborts_and_kills() -> None:
-    """A third of them are aborted at any time, and each server dies once and comes back. All requests end; those that
-    met neither have all their tokens. Both servers are empty afterwards."""
-    draw, sent = random.Random(49), 0
-    with Pair(DEFAULT, ROOMY, decode_args=CHATS, seconds=0.02) as two:
-        for killed in (None, two.decode, two.prefill):
-            asked: dict[str, Any] = {}
-            for k in range(68):
-                name = f"{sent}-{k}"
-                tokens = [*PREFIX[: draw.randrange(0, 200)], *prompt(draw.randrange(5, 300), 100 + k)]
-                asked[name] = two.send({**request(tokens, draw.randrange(2, 60)), "rid": name})
-                if k % 3 == 0:
-                    some = draw.choice([*asked])
-                    for server in draw.sample([two.prefill, two.decode], 2):  # as a router tells both
-                        with suppress(requests.RequestException):  # it may be the one that is dead
-                            server.post("/abort_request", {"rid": some})
-                if killed is not None and k == 30:
-                    killed.stop(grace=0.0)
-                time.sleep(draw.random() * 0.2)
-            if killed is not None:
-                time.sleep(20.0)  # the other one has noticed
-                other = two.prefill if killed is two.decode else two.decode
-                other.post("/abort_request", {"abort_all": True})  # what had not met the server that died
-                killed.start()
-            whole = 0
-            for first, second in asked.values():
-                for future in (first, second):
-                    error = future.exception(timeout=120.0)
-                    assert killed is not None or error is None
-                if second.exception() is None and second.result().status_code == 200:
-                    reason = second.result().json()["meta_info"]["finish_reason"]
-                    whole += reason["type"] == "length"
-            sent += len(asked)
-            assert whole >= (len(asked) // 3 if killed is None else 5)
-            assert len(two.reply(PROMPTS[2], 5)) == 5
-            settled(two)
-    assert sent >= 200
