@@ -1,11 +1,11 @@
 """A request's row as one run of bytes, from which another server makes the same row.
 
-The parts of format 1. All numbers are little-endian:
+The parts of format 2. All numbers are little-endian:
 
 | part | bytes | what it is |
 |---|---|---|
 | magic | 8 | ``DiffKVro`` |
-| version | 4 | of the format: 1 |
+| version | 4 | of the format: 2 |
 | H | 4 | bytes of the header, at most 65,536 |
 | n | 4 | pages |
 | whole | 8 | bytes of the head: all before the pages |
@@ -20,6 +20,7 @@ the head takes.
 
 The header says what the row is:
 
+- ``from``: the position from which on its tokens are here. The reader has those before.
 - ``length`` of its sequence, and ``frozen``: its first tokens that it may not write any more. -1: it was not frozen.
 - ``window`` of its own, 0 for the policy's, and ``high``: whether all its tokens stay in the high tier.
 - ``pages``: the checksum of the pages. ``room``: the number under which the two servers speak of the request. So bytes
@@ -51,7 +52,7 @@ from sglang_diffkv.mem_pool.segment_object import (
     parse_header,
 )
 
-MAGIC, VERSION = b"DiffKVro", 1
+MAGIC, VERSION = b"DiffKVro", 2
 PREFIX = struct.Struct("<8sIIIQ")
 
 
@@ -99,6 +100,11 @@ class RowHead:
     @property
     def length(self) -> int:
         return int(self.header["length"])
+
+    @property
+    def start(self) -> int:
+        """Position of the first token that is here."""
+        return int(self.header["from"])
 
     @property
     def frozen(self) -> int | None:
@@ -161,7 +167,7 @@ def check_head(
     for name, value in origin.fields().items():
         if header.get(name) != value:
             raise ObjectRefused("origin", f"its {name} is {header.get(name)}, and this server's is {value}")
-    ints = [header.get(name, "") for name in ("length", "frozen", "window", "before")]
+    ints = [header.get(name, "") for name in ("length", "frozen", "window", "before", "from")]
     if any(type(value) is not int for value in ints) or type(header.get("high")) is not bool:
         raise ObjectRefused("header", "its header lacks what the row is")
     if header.get("room") != room:
@@ -172,6 +178,8 @@ def check_head(
         raise ObjectRefused("header", f"its window is {header['window']}, which no request here has (request_window)")
     if not 0 < head.length <= geometry.max_tokens or not -1 <= header["frozen"] <= head.length:
         raise ObjectRefused("header", "its header says a length that no row here has")
+    if not 0 <= head.start <= head.length:
+        raise ObjectRefused("header", "it begins where no token of it is")
     tokens = np.array([layout.tokens for layout in fmt.layouts])
     counts = [x.entries, x.own_entry, x.own_tokens]
     if min(int(column.min(initial=0)) for column in counts) < 0 or int(x.entries.sum()) != x.pages:

@@ -29,7 +29,7 @@ import torch
 
 from sglang_diffkv.errors import UnsupportedError
 from sglang_diffkv.kernels.table import head_index, put_entries, table_column
-from sglang_diffkv.layout.geometry import Geometry, Path, path_end
+from sglang_diffkv.layout.geometry import Geometry, Path, path_end, split_path
 from sglang_diffkv.layout.page_format import EMPTY
 from sglang_diffkv.layout.state import NO_LIMIT
 from sglang_diffkv.layout.transfer import to_host
@@ -50,6 +50,7 @@ from sglang_diffkv.mem_pool.row_object import (
 from sglang_diffkv.mem_pool.row_windows import RowWindows
 from sglang_diffkv.mem_pool.rows import RequestRows
 from sglang_diffkv.mem_pool.segment_object import ObjectRefused, Origin, checksum
+from sglang_diffkv.mem_pool.table_space import TableFull
 
 BLOCK_BYTES = 64 << 10
 """A block is as many pages as fill this, one at least."""
@@ -59,6 +60,12 @@ USUAL_ROOM = 1 << 30
 
 LESS_ROOM = "give --context-length or --max-total-tokens less, or this machine more memory that may be pinned"
 """What to do where there is less."""
+
+SLOTS_AT_ONCE = 1 << 22
+"""Slots of pages that the device looks at together, for what another server lacks."""
+
+Table = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+"""As ``PageDevice.table_of`` has it."""
 
 SET_ASIDE_SECONDS = 30.0
 """For which blocks of a failed transfer are nobody's."""
@@ -197,7 +204,8 @@ class RowExport:
 
     Attributes:
         row, most: the row, and blocks that the other server has for it. header: of its object, but for the checksum of
-            its pages. blocks: where the object is, once it is ``ready``. problem: why it cannot go.
+            its pages. left: pages that stay here, since the other server has what they hold. blocks: where the object
+            is, once it is ``ready``. problem: why it cannot go.
     """
 
     row: int
@@ -208,6 +216,7 @@ class RowExport:
     pages: torch.Tensor
     blocks: list[Run] = field(default_factory=list)
     numbers: RowNumbers | None = None
+    left: int = 0
     copying: Beside[None] | None = None
     sealing: Future[None] | None = None
     problem: str = ""
@@ -260,6 +269,7 @@ class RowTransfer:
 
     Attributes:
         origin: of what its rows are; it is set before the first one goes. sent, received, failed: rows so far.
+        pages_sent, pages_left: of the rows that were sent, pages that went, and those that the other server had.
     """
 
     def __init__(
@@ -277,7 +287,7 @@ class RowTransfer:
         on_gpu = device.state.pages.is_cuda
         self.room = TransferRoom(device.geometry, blocks, pinned=on_gpu)
         self.origin: Origin | None = None
-        self.sent = self.received = self.failed = 0
+        self.sent = self.received = self.failed = self.pages_sent = self.pages_left = 0
         self._exports: set[RowExport] = set()
         self._waiting: deque[RowExport] = deque()
         self._imports: set[RowImport] = set()
@@ -307,27 +317,51 @@ class RowTransfer:
         own = geometry.most_pages(1) + geometry.heads  # each further page of its own has one more set aside
         return pages + own <= most_row_pages(geometry, path_end(path) + 1)
 
-    def export(self, row: int, room: int, most: int) -> RowExport:
+    def export(self, row: int, room: int, most: int, has: int = 0) -> RowExport:
         """Begin to send a row past its prompt. ``room``: the servers' number of its request. ``most``: blocks that the
-        other one has for it. Raises torch.OutOfMemoryError, changing nothing."""
+        other one has for it. ``has``: tokens of the prompt, the first ones, that the other one has itself. Pages that
+        hold nothing behind them stay here, but for those that the row may still write. Raises torch.OutOfMemoryError,
+        changing nothing."""
         assert self.origin is not None and row in self.rows and not self.rows.in_prompt(row)
         state, frozen = self.device.state, self.rows.frozen(row)
+        start = min(max(has, 0), self.rows.shared(row) if frozen is None else frozen)
         header = {
-            **self.origin.fields(), "room": room, "length": self.rows.length(row),
+            **self.origin.fields(), "room": room, "length": self.rows.length(row), "from": start,
             "frozen": -1 if frozen is None else frozen, "high": row in self.high,
             "window": self.windows.window_of(row) if row in self.windows else 0,
         }  # fmt: skip
         with self.device.launching():
             tables = [self.device.table_of(row, tier, NO_LIMIT) for tier in range(self._tiers)]
+            left = torch.zeros_like(state.entries[row])
+            if start:
+                tables = [self._behind(row, tier, table, start, left) for tier, table in enumerate(tables)]
             used = torch.cat([used for _, used, _ in tables]).int()
             ranges = torch.cat([known[1:] for _, _, known in tables], dim=1)
-            counts = [x[row].flatten() for x in (state.entries, state.own_entry, state.own_tokens, state.hole)]
-            listed = torch.cat([*counts, state.fault[row].view(1), used, ranges.flatten()])
+            counts = [state.entries[row] - left, state.own_entry[row] - left, state.own_tokens[row], state.hole[row]]
+            single = [state.fault[row].view(1), left.sum(dtype=torch.int32).view(1)]
+            listed = torch.cat([*(x.flatten() for x in counts), *single, used, ranges.flatten()])
             pages = torch.cat([page for page, _, _ in tables])
             listed, event = to_host(listed)
         export = RowExport(row, most, header, listed, event, pages)
         self._exports.add(export)
         return export
+
+    def _behind(self, row: int, tier: int, table: Table, start: int, left: torch.Tensor) -> Table:
+        """A tier's table of a row as ``table_of`` has it, without the entries that hold nothing from position ``start``
+        on. What the row may write stays. ``left`` [L, H, T] int32 gets how many were taken out of each head."""
+        (page, used, known), state = table, self.device.state
+        width, view = len(page) // self.geometry.heads, state.tiers[tier]
+        entry = torch.arange(width, device=state.device).repeat(self.geometry.heads)
+        own = entry >= state.own_entry[row, :, :, tier].flatten().repeat_interleave(width)
+        head, low, high = known
+        low = torch.where(own, low, low.clamp(min=start))
+        held = []
+        for some in torch.arange(len(page), device=state.device).split(max(SLOTS_AT_ONCE // view.layout.tokens, 1)):
+            position = view.positions[page[some]]
+            held.append(((position >= low[some].unsqueeze(1)) & (position < high[some].unsqueeze(1))).any(1))
+        kept = used & (own | torch.cat(held))
+        left[..., tier] = (used & ~kept).view(*left.shape[:2], width).sum(2)
+        return page, kept, torch.stack([head, low, high])
 
     @property
     def _tiers(self) -> int:
@@ -361,13 +395,13 @@ class RowTransfer:
     def _know(self, export: RowExport) -> None:
         """The row's table is on the host."""
         heads, tiers, listed = self.geometry.heads, self._tiers, export.listed.numpy()
-        by_tier, hole, fault, rest = np.split(listed, np.cumsum([3 * heads * tiers, heads, 1]))
+        by_tier, hole, (fault, export.left), rest = np.split(listed, np.cumsum([3 * heads * tiers, heads, 2]))
         used, low, high = rest.reshape(3, -1)
         chosen = used.astype(bool)
         counts, ranges = by_tier.reshape(3, heads, tiers), np.stack([low, high])[:, chosen]
         export.numbers = RowNumbers.of(counts, hole, ranges)
         needed = self._blocks_of(export.numbers.pages)
-        if fault[0]:
+        if fault:
             export.problem = "the pool of pages was empty while it was computed"
         elif needed > export.most:
             export.problem = (
@@ -447,6 +481,9 @@ class RowTransfer:
             self.room.set_aside(export.blocks)
         self.sent += well
         self.failed += not well
+        if well and export.numbers is not None:
+            self.pages_sent += export.numbers.pages
+            self.pages_left += int(export.left)
 
     # In
 
@@ -492,8 +529,9 @@ class RowTransfer:
         pages = -(-size // self.device.fmt.page_bytes)
         return b"".join(self.room.bytes_of(first_of(runs, pages)))[:size]
 
-    def restore(self, wanted: RowImport, row: int) -> None:
-        """Make an empty row of what has come. The caller has made sure of the pages. Nothing waits for the device.
+    def restore(self, wanted: RowImport, row: int, path: Path | None = None) -> None:
+        """Make an empty row of what has come, behind as much of ``path`` as the other server left out. The caller has
+        made sure of the pages. Nothing waits for the device.
 
         Raises ObjectRefused for what is no row, TableFull and NoRoom, leaving the row empty. After
         torch.OutOfMemoryError the row must be released.
@@ -502,12 +540,15 @@ class RowTransfer:
         head = wanted.reading.result()
         if head.length != wanted.tokens:
             raise ObjectRefused("tokens", "it has another length than its prompt")
+        before = split_path(path or [], head.start)[0]
+        if path_end(before) != head.start:
+            raise ObjectRefused("tokens", f"it lacks its first {head.start} tokens, and they are not all here")
         if head.numbers.pages > most_row_pages(self.geometry, head.length):
             raise NoRoom("it has more pages than were set aside for it")
         if head.numbers.pages > self.counts.free_bound() - self.counts.headroom_bound():
             raise NoRoom("it has more pages than are free")
         numbers, runs = head.numbers, self.room.pages_of(wanted.blocks)
-        self._make(row, head.length, head.frozen, numbers)
+        self._make(row, head.length, head.frozen, numbers, before)
         runs = first_of(_without(runs, int(head.header["before"])), numbers.pages)
         state = self.device.state
         with self.device.launching():
@@ -564,7 +605,7 @@ class RowTransfer:
         Raises TableFull, leaving the row empty. After torch.OutOfMemoryError the row must be released.
         """
         count = kept.numbers.pages
-        self._make(row, kept.length, kept.length, kept.numbers)
+        self._make(row, kept.length, kept.length, kept.numbers, [])
         with self.device.launching():
             pages = self._fill(row, kept.numbers)
             runs = [(0, count)] if count else []
@@ -574,36 +615,43 @@ class RowTransfer:
     def restore_nothing(self, row: int, tokens: int) -> None:
         """An empty row is of a prompt of so many tokens, none of which is stored: for requests of the server's own, by
         which it is warmed up."""
-        self.rows.restore(row, tokens, None)
+        self.rows.restore_nothing(row, tokens)
         self.counts.touch(row)
 
-    def _make(self, row: int, length: int, frozen: int | None, numbers: RowNumbers) -> None:
-        """Table blocks for a row, and what the host knows of it. Raises TableFull, leaving the row empty."""
+    def _make(self, row: int, length: int, frozen: int | None, numbers: RowNumbers, before: Path) -> None:
+        """Table blocks for a row behind a path, to whose pages it refers from now on, and what the host knows of it.
+        Raises TableFull, leaving the row empty."""
         assert row not in self.rows, "the row is not empty"
-        self.device.space.extend(row, tuple(numbers.entries.max(axis=0, initial=0).tolist()))
-        self.rows.restore(row, length, frozen)
+        self.device.attach(row, before)
+        try:
+            self.device.space.extend(row, tuple(numbers.entries.max(axis=0, initial=0).tolist()))
+        except TableFull:
+            self.device.release(row)
+            raise
+        self.rows.restore(row, length, frozen, path_end(before))
 
     def _fill(self, row: int, numbers: RowNumbers) -> torch.Tensor:
-        """Pages of the ring for a row, [n] int64, with its table and counts on the device."""
+        """Pages of the ring for a row behind what it refers to, [n] int64, with its table and counts on the device."""
         device, state = self.device, self.device.state
-        tier, head, entry = numbers.places()
-        column = np.empty(len(tier), dtype=np.int64)
-        for number in range(self._tiers):
-            here = tier == number
-            column[here] = table_column(state, number, entry[here])
-        listed = device.to_device(np.stack([head, column, numbers.low, numbers.high]))
+        tier, head, entry, low, high = device.to_device(np.stack([*numbers.places(), numbers.low, numbers.high]))
         counts = np.stack([numbers.entries, numbers.own_entry, numbers.own_tokens])
         shape = (3, state.num_layers, state.num_heads, self._tiers)
         entries, own_entry, own_tokens = device.to_device(counts).int().view(shape)
         hole = device.to_device(numbers.hole).int().view(shape[1:3])
+        before = state.entries[row].clone()
+        entry = entry + before.flatten(0, 1)[head, tier]
+        column = entry
+        for number in range(1, self._tiers):
+            column = torch.where(tier == number, table_column(state, number, entry), column)
         place = (state.counters[0] + torch.arange(numbers.pages, device=state.device)) % state.num_pages
         pages = state.ring[place].long()
-        where = head_index(state, row, listed[0], listed[1])
+        where = head_index(state, row, head, column)
+        entries, own_entry = entries + before, own_entry + before
         state.counters[0] += numbers.pages  # the first change: what may lack memory stands before it
         state.refcount.index_fill_(0, pages, 1)
-        put_entries(state, where, pages, listed[2], listed[3])
+        put_entries(state, where, pages, low, high)
         state.entries[row], state.own_entry[row], state.own_tokens[row] = entries, own_entry, own_tokens
-        state.kept_entry[row] = 0
+        state.kept_entry[row] = before
         state.hole[row] = hole
         self.counts.record(-numbers.pages)
         self.counts.touch(row)
@@ -641,6 +689,7 @@ class RowTransfer:
         on_the_way = len(self._exports) + len(self._imports)
         return {
             "sent": self.sent, "received": self.received, "failed": self.failed, "on_the_way": on_the_way,
+            "pages_sent": self.pages_sent, "pages_left": self.pages_left,
             "blocks": self.room.count, "blocks_used": self.room.used, "block_bytes": self.room.block_bytes,
         }  # fmt: skip
 

@@ -16,7 +16,7 @@ class RequestRow:
         unverified: tokens that it takes beside them at most, of verifications whose results the host has yet to see.
         frozen: of these, the first that lie in pages which it may not write any more, where it was frozen.
         in_prompt: its prompt may still be compacted. as_computed: every token is there in all heads, since nothing
-            was compacted.
+            was compacted. hollow: none of its tokens is stored.
     """
 
     length: int = 0
@@ -25,6 +25,7 @@ class RequestRow:
     frozen: int | None = None
     in_prompt: bool = False
     as_computed: bool = False
+    hollow: bool = False
 
 
 class RequestRows:
@@ -110,9 +111,18 @@ class RequestRows:
         """A row that holds shared pages only, now up to position ``end``; its prompt begins behind them."""
         self._rows[row] = RequestRow(length=end, shared=end, in_prompt=True, as_computed=as_computed)
 
-    def restore(self, row: int, length: int, frozen: int | None) -> None:
-        """A row past its prompt, which another server has computed: all its pages are its own alone."""
-        self._rows[row] = RequestRow(length=length, frozen=frozen)
+    def restore(self, row: int, length: int, frozen: int | None, shared: int = 0) -> None:
+        """A row past its prompt, which another server has computed: all its pages are its own alone, but those of its
+        first ``shared`` tokens, which segments hold."""
+        self._rows[row] = RequestRow(length=length, frozen=frozen, shared=shared)
+
+    def restore_nothing(self, row: int, length: int) -> None:
+        """A row past its prompt, of which nothing is stored."""
+        self._rows[row] = RequestRow(length=length, hollow=True)
+
+    def hollow(self, row: int) -> bool:
+        """Whether a row that counts tokens has none of its prompt's."""
+        return row in self._rows and self._rows[row].hollow
 
     def share(self, row: int, end: int) -> None:
         """Segments hold the row's first ``end`` tokens."""

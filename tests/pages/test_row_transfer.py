@@ -14,7 +14,7 @@ import torch
 
 from sglang_diffkv.errors import UnsupportedError
 from sglang_diffkv.kernels.table import row_table
-from sglang_diffkv.layout.geometry import Geometry
+from sglang_diffkv.layout.geometry import Geometry, Path, path_end
 from sglang_diffkv.mem_pool import host_pages, row_transfer
 from sglang_diffkv.mem_pool.host_pages import Run
 from sglang_diffkv.mem_pool.integrity import check_integrity
@@ -65,9 +65,9 @@ def ways(session: Session) -> RowTransfer:
     return session.manager.transfer
 
 
-def exported(session: Session, row: int, most: int = 1000) -> RowExport:
+def exported(session: Session, row: int, most: int = 1000, has: int = 0) -> RowExport:
     """A row's object, whole."""
-    found = ways(session).export(row, ROOM, most)
+    found = ways(session).export(row, ROOM, most, has)
     until(lambda: ways(session).advance(found))
     return found
 
@@ -84,9 +84,10 @@ def carry(source: RowTransfer, sent: RowExport, target: RowTransfer, wanted: Row
         target.room._blocks.pages[there] = source.room._blocks.pages[here]
 
 
-def received(source: Session, row: int, target: Session, there: int) -> None:
-    """Row ``there`` of the target is that of the source from now on, and its dense form too."""
-    sent = exported(source, row)
+def received(source: Session, row: int, target: Session, there: int, path: Path | None = None) -> RowExport:
+    """Row ``there`` of the target is that of the source from now on, and its dense form too, behind as much of its own
+    ``path`` as the source left out."""
+    sent = exported(source, row, has=path_end(path or []))
     assert not sent.problem
     wanted = ways(target).expect(source.manager.rows.length(row))
     assert wanted is not None
@@ -94,8 +95,9 @@ def received(source: Session, row: int, target: Session, there: int) -> None:
     ways(source).finish(sent, well=True)
     ways(target).look(wanted, ROOM)
     until(lambda: wanted.looked)
-    ways(target).restore(wanted, there)
+    ways(target).restore(wanted, there, path)
     target.dense[there], target.own_from[there] = copy.deepcopy(source.dense[row]), source.own_from[row]
+    return sent
 
 
 def table(manager: PageManager, row: int) -> list[np.ndarray]:
@@ -177,6 +179,77 @@ def test_a_shared_prefix_goes_along_and_is_the_row_s_own() -> None:
     assert seen_by(source.manager, 3) == seen_by(target.manager, 1)
     check(source.manager)
     check(target.manager)
+
+
+@pytest.mark.parametrize(("tiers", "position_bytes"), [(PAIR, 2), (FOUR, 4)], ids=str)
+@pytest.mark.parametrize(
+    ("known", "tokens"),
+    [(0, 70), (29, 40), (29, 18), (0, 15), (29, 13), (53, 25)],
+    ids=["no hit", "a hit", "within the tail", "all may be written", "a short prompt", "more there"],
+)
+def test_what_the_other_server_has_stays_here(
+    tiers: tuple[str, ...], position_bytes: int, known: int, tokens: int
+) -> None:
+    """The target has 47 tokens of the chat, in two segments that end within pages, and other bytes of them. Of the row
+    it gets what lies behind, and from where the row may be written. It goes on as one that was computed here, and joins
+    the tree."""
+    source, target = (server(tiers, position_bytes=position_bytes) for _ in range(2))
+    target.extend({1: 90}, check=False)
+    target.end_prompt(1)
+    first = target.share(1, 0, 31)
+    target.attach(2, [(first, 0, 26)])
+    target.extend({2: 64}, check=False)
+    target.end_prompt(2)
+    second = target.share(2, 26, 70)
+    path = [(first, 0, 26), (second, 26, 47)]
+    target.release(1)
+    target.release(2)
+    if known:
+        source.extend({3: known + WINDOW}, check=False)
+        source.end_prompt(3)
+        segment = source.share(3, 0, known)
+        source.release(3)
+        source.attach(4, [(segment, 0, known)])
+    source.extend({4: tokens}, check=False)
+    source.end_prompt(4)
+    free = target.manager.device.free_pages()
+    whole = int(source.state.entries[4].sum())
+    sent = received(source, 4, target, 5, path)
+    length, frozen = known + tokens, source.manager.rows.frozen(4)
+    assert sent.header["from"] == min(47, known if frozen is None else frozen)
+    start = sent.header["from"]
+    assert sent.numbers is not None
+    assert free - target.manager.device.free_pages() == sent.numbers.pages
+    assert sent.numbers.pages < whole or not start
+    rows = target.manager.rows
+    assert (rows.length(5), rows.shared(5), rows.frozen(5)) == (length, start, frozen)
+    assert seen_by(target.manager, 5, start) == seen_by(source.manager, 4, start)
+    target.attach(6, [(first, 0, 26), (second, 26, 47)])
+    before = {place: held for place, held in seen_by(target.manager, 6).items() if place[3] < start}
+    assert {place: held for place, held in seen_by(target.manager, 5).items() if place[3] < start} == before
+    check(target.manager)
+    for _ in range(20):
+        target.step([5], check=False)
+    check(target.manager)
+    held = seen_by(target.manager, 5)
+    joined = target.share(5, max(start, 47), length + 20)
+    target.attach(7, [*path, (joined, 47, length + 20)] if length + 20 > 47 else path)
+    assert {place: x[1] for place, x in seen_by(target.manager, 7).items() if place[3] >= 47}.keys() == {
+        place for place in held if place[3] >= 47
+    }
+    for row in (5, 6, 7):
+        target.release(row)
+    check(target.manager)
+
+
+def test_a_row_whose_beginning_nobody_has_is_refused() -> None:
+    source, target = server(), server()
+    source.extend({1: 60}, check=False)
+    source.end_prompt(1)
+    sent, wanted = exported(source, 1, has=20), ways(target).expect(60)
+    assert wanted is not None and sent.header["from"] == 20
+    carry(ways(source), sent, ways(target), wanted)
+    assert refused(target, wanted) == "tokens"
 
 
 @pytest.mark.parametrize("kind", ["high", "window"])

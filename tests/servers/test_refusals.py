@@ -191,7 +191,6 @@ HALF = {"disaggregation_mode": "decode", "disaggregation_transfer_backend": "moo
         ({"speculative_algorithm": "STANDALONE", "speculative_num_draft_tokens": 4}, "speculative decoding with --dis"),
         ({"enable_lora": True}, "LoRA with --disaggregation-mode"),
         ({"enable_mixed_chunk": True}, "--enable-mixed-chunk with --disaggregation-mode"),
-        ({"disaggregation_decode_enable_radix_cache": True}, "--disaggregation-decode-enable-radix-cache: drop it"),
         ({"disaggregation_decode_host_receive_threshold": 0.5}, "--disaggregation-decode-host-receive-threshold"),
         ({"disaggregation_decode_retraction_backup": "host_pool"}, "-retraction-backup host_pool: drop it"),
         ({"disaggregation_enable_kv_checksum": True}, "--disaggregation-enable-kv-checksum: .*rows have checksums"),

@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from typing import Any
 
 import pytest
 
@@ -36,6 +37,12 @@ PROMPTS = [prompt(5, 2), prompt(47, 3), prompt(333, 4), PREFIX + prompt(70, 5), 
 ROOMY = ("--max-total-tokens", "16384", "--chunked-prefill-size", "128")
 TIGHT = ("--max-total-tokens", "620", "--num-reserved-decode-tokens", "16")
 """Three or four of the replies below fill the pool of the decode server."""
+
+
+SMALL = ("--max-total-tokens", "1000", "--num-reserved-decode-tokens", "16")
+ROUNDING = 0.1
+"""Of log-probabilities."""
+CHATS = ("--disaggregation-decode-enable-radix-cache",)
 
 
 def settled(pair: Pair) -> None:
@@ -77,6 +84,82 @@ def test_a_full_decode_server_retracts_and_all_replies_are_those_of_a_roomy_one(
         if (found := stats_of(two.decode)["transfer"])["retracted_kept"]:
             break
     assert found["retracted_kept"] == found["retracted_restored"] > 0 and not found["retracted_lost"]
+    settled(two)
+
+
+@pytest.fixture(scope="module")
+def chatting() -> Iterator[dict[str, Pair]]:
+    """Pairs whose decode servers have prefix caches; that of the lossless one is small."""
+    found = {
+        "default": Pair(DEFAULT, ROOMY, decode_args=CHATS),
+        "lossless": Pair(LOSSLESS, ROOMY, decode_args=(*SMALL, *CHATS)),
+    }
+    with ExitStack() as stack:
+        for pair in found.values():
+            stack.enter_context(pair)
+        yield found
+
+
+def equal_but_for_rounding(found: dict[str, Any], expected: dict[str, Any]) -> None:
+    """Tokens are the same, with about the same log-probabilities, up to where two were about as likely."""
+    left, right = (x["meta_info"]["output_token_logprobs"] for x in (found, expected))
+    best = expected["meta_info"]["output_top_logprobs"]
+    for (score, token, _), (wanted, other, _), ((first, *_), (second, *_)) in zip(left, right, best, strict=True):
+        if token != other:
+            assert first - second < ROUNDING
+            return
+        assert abs(score - wanted) < ROUNDING
+
+
+@pytest.mark.parametrize("name", ["default", "lossless"])
+def test_turns_of_chats_send_what_is_new(name: str, chatting: dict[str, Pair], shared_server: SharedServer) -> None:
+    """Two chats take turns. What a turn sends is less than what the decode server has. Lossless tokens are those of one
+    server up to rounding: the prefill server computes replies anew, in another order, before it computes what follows.
+    """
+    two, config = chatting[name], {"default": DEFAULT, "lossless": LOSSLESS}[name]
+    one = shared_server.get("diffkv", ROOMY, config=config, env=STRICT)
+    chats = [prompt(150, 60), prompt(110, 61)]
+    for turn in range(3):
+        for number, asked in enumerate(chats):
+            before = stats_of(two.prefill)["transfer"]
+            payload = {**request(asked, 20), "return_logprob": True, "top_logprobs_num": 2}
+            response = two.ask(payload)
+            response.raise_for_status()
+            reply = response.json()["output_ids"]
+            until(lambda before=before: stats_of(two.prefill)["transfer"]["sent"] == before["sent"] + 1)  # type: ignore[misc]
+            after = stats_of(two.prefill)["transfer"]
+            sent, left = (after[x] - before[x] for x in ("pages_sent", "pages_left"))
+            expected = one.generate(payload)
+            if not turn:
+                assert reply == expected["output_ids"]
+            elif name == "lossless":
+                equal_but_for_rounding(response.json(), expected)
+            assert bool(left) == bool(turn), "what the decode server has was sent, or what it has not was left out"
+            assert not turn or sent < left
+            chats[number] = [*asked, *reply, *prompt(20 + 11 * number, 70 + turn)]
+    settled(two)
+
+
+def test_a_full_decode_server_with_a_prefix_cache_makes_room(chatting: dict[str, Pair]) -> None:
+    """Prompts that fill it alone, a chat that fits only without what the prefix cache has of it, and more replies at
+    once than fit: each has the tokens that it has alone."""
+    two = chatting["lossless"]
+    asked = prompt(700, 80)
+    first = two.reply(asked, 60)
+    left = stats_of(two.prefill)["transfer"]["pages_left"]
+    assert len(two.reply([*asked, *first, *prompt(60, 81)], 30)) == 30
+    assert stats_of(two.prefill)["transfer"]["pages_left"] == left
+    assert two.reply(asked, 60) == first
+    prompts = [prompt(100 + 17 * k, 90 + k) for k in range(5)]
+    alone = [two.reply(x, 100) for x in prompts]
+    kept = stats_of(two.decode)["transfer"]["retracted_kept"]
+    for _ in range(5):
+        with ThreadPoolExecutor(len(prompts)) as threads:
+            together = list(threads.map(lambda x: two.reply(x, 100), prompts))
+        assert together == alone
+        if (found := stats_of(two.decode)["transfer"])["retracted_kept"] > kept:
+            break
+    assert found["retracted_kept"] == found["retracted_restored"] > kept and not found["retracted_lost"]
     settled(two)
 
 

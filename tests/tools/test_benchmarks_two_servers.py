@@ -71,6 +71,8 @@ def test_the_engine_that_notes_is_the_installed_one(tmp_path: Path):
     (package / "__init__.py").touch()
     (package / "other.py").write_text("here = True\n")
     (package / "engine.py").write_text(
+        "import sys, types\n"
+        "sys.modules[__name__] = types.ModuleType(__name__)\n"  # as a library of C++ does
         "class TransferEngine:\n"
         "    def transfer_sync_write(self, session, source, target, length):\n        return 0\n"
         "    def batch_transfer_sync_write(self, session, sources, targets, lengths):\n        return -1\n"

@@ -42,6 +42,28 @@ def allocatable_token_budgets(original: Any, self: Any, *args: Any, **kwargs: An
     return found if req is None or requests.receiving.has_room(req) else -NEVER
 
 
+def match_prefix_and_lock(original: Any, self: Any, req: Any) -> Any:
+    """What the prefix cache has of a prompt, if there is one: it stays here, and does not come again."""
+    requests = requests_of(self)
+    if requests is None or requests.receiving is None:
+        return original(self, req)
+    req.diffkv_match_to = requests.receiving.matches_to(req)
+    try:
+        return original(self, req)
+    finally:
+        req.diffkv_match_to = None
+
+
+def pop_preallocated(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
+    """Prompts get room, in their order. One that finds none in a server that does nothing else would wait for ever."""
+    found, requests = original(self, *args, **kwargs), requests_of(self)
+    if requests is None or requests.receiving is None:
+        return found
+    if (req := disaggregation.next_expected(self)) is not None:
+        requests.receiving.does_not_fit(req)
+    return found
+
+
 def prealloc_required_tokens(original: Any, self: Any, req: Any) -> tuple[int, int]:
     """What a retracted request needs to come back: what its pages take, and not what its tokens do. More than there is
     while KV slots for its tokens are short."""
@@ -55,7 +77,7 @@ def pre_alloc(original: Any, self: Any, req: Any, *args: Any, **kwargs: Any) -> 
     found, requests = original(self, req, *args, **kwargs), requests_of(self)
     if requests is not None and requests.receiving is not None and not disaggregation.was_kept(req):
         requests.receiving.expect(req)
-        disaggregation.expects_blocks(self, req, requests.receiving.imports.get(req))
+        disaggregation.expects_blocks(self, requests.receiving.imports)
     return found
 
 
@@ -138,7 +160,7 @@ def load_kv_cache(original: Any, self: Any, req_to_token_pool: Any, token_to_kv_
         original(self, req_to_token_pool, token_to_kv_pool_allocator)
     else:
         receiving.bring_back(self, disaggregation.kept_of(self))
-        disaggregation.has_come_back(self)
+        disaggregation.has_come_back(self, receiving.tree)
 
 
 def _receiving(allocator: Any) -> Receiving | None:
@@ -189,6 +211,8 @@ HOOKS = (
     required_admission_tokens,
     allocatable_token_budgets,
     send_metadata,
+    match_prefix_and_lock,
+    pop_preallocated,
     prealloc_required_tokens,
     pre_alloc,
     transfer_page_indices,

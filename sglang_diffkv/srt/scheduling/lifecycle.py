@@ -91,21 +91,23 @@ class RequestLifecycle:
     def __init__(self, ledger: PageLedger, usage: UsageMeter | None = None, fidelity: Fidelity | None = None):
         self.ledger, self.manager, self.usage = ledger, ledger.manager, usage
         self.fidelity = fidelity or Fidelity(ledger)
+        halves = self.manager.transfer is not None
+        self.sending = Sending(self.manager) if halves else None
+        self.receiving = Receiving(ledger) if halves else None
         self.connect(NoTree(ledger), Parts(), AdmissionRule(ledger))
         self.refused: list[Any] = []
         """Requests that were taken out of a batch; the scheduler has yet to tell their clients."""
         self.preempted: list[Any] = []
         """Requests that made room for more urgent ones in the pass that is being scheduled."""
         self.mixed = MixedChunks(self.manager.counts)
-        halves = self.manager.transfer is not None
-        self.sending = Sending(self.manager) if halves else None
-        self.receiving = Receiving(ledger) if halves else None
 
     def connect(self, tree: PrefixTree, parts: Parts, rule: AdmissionRule) -> None:
         """The tree and the parts that requests meet from now on. Nothing runs."""
         self.tree, self.admission_rule, self.compression = tree, rule, parts.compression
         self.states, self.exact, self.retracted = parts.states, parts.exact, parts.retracted
         self.sources = parts.sources
+        if self.receiving is not None:
+            self.receiving.tree = tree
         self.listeners: Sequence[RequestListener] = parts.listeners
 
     def reports(self) -> dict[str, Mapping[str, float]]:

@@ -1,5 +1,8 @@
 """A server that computes prompts for others (SGLang's ``--disaggregation-mode prefill``): when a prompt has ended, its
-row is sent whole, as it is compressed, and not its tokens by KV slot.
+row is sent as it is compressed, and not its tokens by KV slot.
+
+What the decode server's prefix cache has of it stays here: the row there reads that server's bytes, as after any hit.
+What lies behind was computed with this server's bytes. Those of a reply differ, and so may the row from one server's.
 
 SGLang's queues, senders and polls stay. A prompt's sender waits for its input until the row's object is whole in the
 blocks that the transfer engine reads (``mem_pool/row_transfer.py``). Then the blocks that it fills go to the first ones

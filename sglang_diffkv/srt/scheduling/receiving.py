@@ -9,6 +9,7 @@ from typing import Any
 from sglang_diffkv.mem_pool.ledger import PageLedger
 from sglang_diffkv.mem_pool.row_transfer import KeptRow, NoRoom, RowImport, RowTransfer, most_row_pages
 from sglang_diffkv.srt.scheduling.errors import FATAL
+from sglang_diffkv.srt.tree.interface import NoTree, PrefixTree
 from sglang_diffkv.srt.versions import compat, disaggregation
 
 logger = logging.getLogger(__name__)
@@ -21,11 +22,15 @@ class Receiving:
     """Prompts whose rows are on their way here, by request, and rows of retracted requests.
 
     Attributes:
-        counts: retracted requests that were kept and came back, and those that could not.
+        tree: the prefix cache, of which prompts may have matched something that does not come then. counts: retracted
+            requests that were kept and came back, and those that could not.
     """
+
+    tree: PrefixTree
 
     def __init__(self, ledger: PageLedger):
         self.ledger, self.manager = ledger, ledger.manager
+        self.tree = NoTree(ledger)
         self.imports: dict[Any, RowImport] = {}
         self.counts = {"kept": 0, "restored": 0, "lost": 0}
 
@@ -36,13 +41,28 @@ class Receiving:
         return transfer
 
     def has_room(self, req: Any) -> bool:
-        """Whether pages, table blocks and the engine's blocks are free for a prompt that is to come."""
-        tokens = disaggregation.expected_tokens(req)
-        if self.ledger.table_starved(self.ledger.blocks_for([], tokens)):
+        """Whether pages, table blocks, KV slots and the engine's blocks are free for a prompt that is to come, or can
+        be made free. As much as for all of it: the other server may have to send that."""
+        tokens, ledger = disaggregation.expected_tokens(req), self.ledger
+        if not self.tree.make_table_blocks(ledger.blocks_for([], tokens)):
             return False
-        if self._pages(tokens) > self.ledger.uncommitted_pages():
+        if self._pages(tokens) > ledger.uncommitted_pages() + ledger.evictable_pages:
+            return False
+        if tokens > ledger.uncommitted_kv_slots() + self.tree.evictable_tokens():
             return False
         return disaggregation.is_own_request(req) or self.transfer.can_expect(tokens)
+
+    def matches_to(self, req: Any) -> int:
+        """Tokens of a prompt that is to come, of which the tree is asked: all but one. None of the server's own
+        requests, nor where what the tree has stood in the prompt's way."""
+        if disaggregation.is_own_request(req) or getattr(req, "diffkv_alone", False):
+            return 0
+        return len(req.origin_input_ids) - 1
+
+    def does_not_fit(self, req: Any) -> None:
+        """The prompt has no room, and nothing else runs: the next time it locks nothing of the tree."""
+        if self.ledger.idle:
+            req.diffkv_alone = True
 
     def _pages(self, tokens: int) -> int:
         """Pages for a prompt, at most: all there are for one that needs about so many, or it would wait for ever."""
@@ -51,8 +71,10 @@ class Receiving:
 
     def expect(self, req: Any) -> None:
         """SGLang has given a prompt that is to come its KV slots. There is room for it."""
-        tokens = disaggregation.expected_tokens(req)
-        self.ledger.set_aside(req, self._pages(tokens), self.ledger.blocks_for([], tokens))
+        tokens, path = disaggregation.expected_tokens(req), self.tree.path(req.last_node)
+        self.tree.make_table_blocks(self.ledger.blocks_for(path, tokens))
+        self.ledger.set_aside(req, self._pages(tokens), self.ledger.blocks_for(path, tokens))
+        self.tree.make_pages(0, partly=True)
         if disaggregation.is_own_request(req):
             return
         wanted = self.transfer.expect(tokens)
@@ -81,7 +103,7 @@ class Receiving:
         if wanted is None:
             self.transfer.restore_nothing(row, len(req.origin_input_ids))
             return
-        self.transfer.restore(wanted, row)
+        self.transfer.restore(wanted, row, self.tree.path(req.last_node))
         del self.imports[req]
 
     def keep(self, req: Any) -> KeptRow | str:
@@ -107,7 +129,7 @@ class Receiving:
         try:
             if isinstance(kept, str):
                 raise NoRoom(kept)
-            if kept.numbers.pages > self.ledger.uncommitted_pages():
+            if not self.tree.make_pages(kept.numbers.pages):
                 raise NoRoom("it has more pages than are free")
             self.transfer.bring_back(kept, row)
             self.counts["restored"] += 1
@@ -128,7 +150,7 @@ class Receiving:
         kept = disaggregation.kept_of(req)
         if not isinstance(kept, KeptRow):
             return None
-        if compat.tokens_of(req) - 1 > self.ledger.uncommitted_kv_slots():
+        if compat.tokens_of(req) - 1 > self.ledger.uncommitted_kv_slots() + self.tree.evictable_tokens():
             return NEVER
         return math.ceil(kept.numbers.pages * self.manager.fmt.high.tokens / self.manager.geometry.heads)
 

@@ -37,9 +37,11 @@ class Sending:
         if not named:
             return
         # Another thread writes there.
-        most = min((len(x.dst_kv_indices) for x in list(named.values()) if not x.is_dummy), default=0)
+        wanted = [x for x in list(named.values()) if not x.is_dummy]
+        most = min((len(x.dst_kv_indices) for x in wanted), default=0)
+        has = min((int(x.decode_prefix_len or 0) for x in wanted), default=0)
         try:
-            self.exports[req] = transfer.export(compat.allocated_row_of(req), sender.bootstrap_room, most)
+            self.exports[req] = transfer.export(compat.allocated_row_of(req), sender.bootstrap_room, most, has)
         except FATAL:
             raise
         except Exception as error:

@@ -68,7 +68,6 @@ def problems(args: Any, config: DiffKVConfig) -> list[str]:
         f"--enable-hierarchical-cache with {OPTION}: drop one of them": host_options.asks_for_host_tier(args),
         f"--kv-canary with {OPTION}: drop one of them": given("kv_canary", "none") != "none",
         f"--enable-mixed-chunk with {OPTION}: drop one of them": given("enable_mixed_chunk"),
-        f"--disaggregation-decode-enable-radix-cache: {drop}": given("disaggregation_decode_enable_radix_cache"),
         f"--disaggregation-decode-host-receive-threshold: {drop}": (
             changed("disaggregation_decode_host_receive_threshold")
         ),

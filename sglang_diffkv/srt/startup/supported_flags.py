@@ -43,8 +43,11 @@ WORKS: dict[str, str] = {
     "tests/servers/test_server_disaggregation.py::test_two_servers_give_the_tokens_of_one": (
         "disaggregation_mode disaggregation_transfer_backend disaggregation_bootstrap_port num_reserved_decode_tokens"
     ),
+    "tests/servers/test_server_disaggregation.py::test_turns_of_chats_send_what_is_new": (
+        "disaggregation_decode_enable_radix_cache"
+    ),
     "tests/servers/test_refusals.py::test_what_two_servers_cannot_do_is_refused": (
-        "disaggregation_decode_enable_radix_cache disaggregation_decode_host_receive_threshold "
+        "disaggregation_decode_host_receive_threshold "
         "disaggregation_decode_retraction_backup disaggregation_enable_kv_checksum optimistic_prefill_attempts"
     ),
     "tests/servers/test_server_identity.py::test_drafts_of_a_model_give_stock_tokens": "speculative_draft_model_path",

@@ -91,7 +91,7 @@ def _around(tree: DiffKVPrefixCache, share_min_tokens: int, exact: bool, opened:
         tail = tail_tokens(manager.state, manager.policy) if states is None else 0
         manager.prompts.freeze_from(share_min_tokens, tail, tree.page_size)
     retracted = Restoring()
-    if manager.saved is not None and manager.keeps_retracted:
+    if manager.saved is not None and manager.keeps_retracted and manager.transfer is None:
         retracted = Retracted(tree, manager.saved, alone=keeps_prompts)
     given = zip(PARTS, opened or [None] * len(PARTS), strict=True)
     sources = [part.source(tree, share_min_tokens, found) for part, found in given]

@@ -115,13 +115,13 @@ class DiffKVPrefixCache(EvictingTree):
     def publish(self, req: Any, insertion: Callable[[], None], *, running: bool) -> bool:
         """Run SGLang's ``insertion`` of a request's tokens, with pages of its row: of a running one those up to
         ``publishable_to``. False, running nothing, where they do not join now: a prompt too short to be shared alone,
-        no room, a row with a fault."""
+        no room, a row with a fault or without its tokens."""
         row = compat.row_of(req)
         if row is None or (running and not self.publishable_to(req)):
             return False
         if not running:
             let_go(self.listeners, self.manager, req, row)
-        if row in self.manager.counts.faulted or not self._joins(row, running):
+        if row in self.manager.counts.faulted or self.manager.rows.hollow(row) or not self._joins(row, running):
             return False
         if not self.make_room_to_share(row) or not self._joins(row, running):  # room may be made by evicting the prompt
             return False
@@ -275,6 +275,8 @@ class DiffKVPrefixCache(EvictingTree):
 
     def match(self, params: Any) -> Any:
         """What a row may read of a key that the tree has."""
+        if (end := getattr(params.req, "diffkv_match_to", None)) is not None:
+            params = dataclasses.replace(params, key=params.key[:end])
         result = super().match_prefix(params)
         if self.inserting_row is not None:
             return result  # SGLang looks for what it has just inserted, and attaches nothing

@@ -66,10 +66,13 @@ def keep_for(req: Any, kept: Any) -> None:
     kv_of(req).retraction_backup = RetractionBackup(cpu_tensors=kept, mamba_cpu=None)
 
 
-def has_come_back(req: Any) -> None:
-    """The retracted request runs again."""
+def has_come_back(req: Any, tree: Any) -> None:
+    """The retracted request runs again. All it has is its own: 0.5.17 would look for its tokens in the prefix ``tree``,
+    and unlock there what it did not lock."""
     if not installed().transfer_reasons:
         req.kv_cache_cpu = None
+        if not getattr(tree, "disable", True):
+            req.last_node = tree.root_node
     else:
         kv_of(req).retraction_backup = None
 
@@ -93,16 +96,16 @@ def next_expected(queue: Any) -> Any:
     return None
 
 
-def expects_blocks(queue: Any, req: Any, wanted: Any) -> None:
-    """Leave with SGLang's manager where a request's row is to go, for ``expected_blocks``. ``wanted``: a ``RowImport``,
-    or None."""
-    if wanted is not None and not installed().transfer_reasons:
-        queue.kv_manager.__dict__.setdefault("diffkv_blocks", {})[req.bootstrap_room] = wanted.blocks
+def expects_blocks(queue: Any, imports: Any) -> None:
+    """Tell SGLang's manager where rows are to go, for ``expected_blocks``. ``imports``: of ``Receiving``."""
+    if not installed().transfer_reasons:
+        queue.kv_manager.diffkv_imports = imports
 
 
 def expected_blocks(receiver: Any) -> Any:
-    """What ``expects_blocks`` left for a ``receiver``, once; else None."""
-    return receiver.kv_mgr.__dict__.get("diffkv_blocks", {}).pop(receiver.bootstrap_room, None)
+    """Where the row of a ``receiver`` is to go, of the request that was expected last; None if it gets none."""
+    imports, room = getattr(receiver.kv_mgr, "diffkv_imports", {}), receiver.bootstrap_room
+    return next((wanted.blocks for req, wanted in reversed(imports.items()) if req.bootstrap_room == room), None)
 
 
 def nothing_pends(scheduler: Any, req: Any) -> None:

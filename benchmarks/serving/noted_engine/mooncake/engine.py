@@ -18,8 +18,10 @@ _OTHERS = [path for path in sys.modules["mooncake"].__path__ if Path(path) != _H
 _SPEC = PathFinder.find_spec("mooncake.engine", _OTHERS)
 if _SPEC is None or _SPEC.loader is None:
     raise ImportError("Mooncake's engine is not installed: pip install mooncake-transfer-engine")
+_THIS = sys.modules[__name__]
 _ENGINE = module_from_spec(_SPEC)
 _SPEC.loader.exec_module(_ENGINE)
+sys.modules[__name__] = _THIS  # a library of C++ puts itself there
 globals().update({name: x for name, x in vars(_ENGINE).items() if not name.startswith("__")})
 
 _LOCK = threading.Lock()
