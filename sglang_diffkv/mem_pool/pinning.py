@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import logging
 import threading
+import time
 from collections.abc import Callable
 
 import torch
@@ -18,6 +19,10 @@ knows the second one not; then pinning itself brings the pages in, and takes lon
 AHEAD_BYTES = 1 << 30
 """What is pinned before anybody takes it."""
 
+QUIET_SECONDS = 0.5
+"""For which a server has to have had nothing to do before memory is pinned by itself. A client whose requests come one
+behind the other would else have each of them wait for a part."""
+
 UNKNOWN = -1
 """Where there is no error of CUDA's, but an exception, which the log has."""
 
@@ -30,7 +35,7 @@ class Pinning:
     for as long as the thread is ahead of what is taken.
 
     The thread starts with the first ``want``: while CUDA graphs are captured, nothing may be pinned. While it pins,
-    CUDA lets no kernel be launched, so it goes on by itself only while the server is ``idle``.
+    CUDA lets no kernel be launched, so it goes on by itself only where the server is ``idle`` for ``QUIET_SECONDS``.
 
     Args:
         pages: [count, page_bytes] uint8. part: pages that are pinned at once. register: what pins them; called in the
@@ -45,7 +50,7 @@ class Pinning:
         self._pages, self._part, self._register = pages, part, register
         self._ahead = max(AHEAD_BYTES // max(pages.shape[1], 1), 1)
         self._wanted = 0
-        self._idle = False
+        self._idle_since: float | None = None
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
         _advise(pages, HUGE_PAGE)
@@ -60,10 +65,10 @@ class Pinning:
             return self.ready >= end
 
     def idle(self, idle: bool) -> None:
-        """Whether the server has nothing to do: then all of the memory is pinned, one part after the other."""
-        if idle != self._idle and self.ready < len(self._pages):
+        """Whether the server has nothing to do. If that lasts, all of the memory is pinned, part by part."""
+        if idle != (self._idle_since is not None) and self.ready < len(self._pages):
             with self._changed:
-                self._idle = idle
+                self._idle_since = time.monotonic() if idle else None
                 self._start()
                 self._changed.notify_all()
 
@@ -84,13 +89,22 @@ class Pinning:
                 self.error = UNKNOWN
                 self._changed.notify_all()
 
+    def _seconds_to_wait(self) -> float | None:
+        """Before the next part is pinned; None: until something changes."""
+        if self._wanted > self.ready:
+            return 0
+        if self._idle_since is None:
+            return None
+        return max(self._idle_since + QUIET_SECONDS - time.monotonic(), 0)
+
     def _pin_all(self, device: int | None) -> None:
         """A new thread is on the first GPU until it is told another."""
         if device is not None:
             torch.cuda.set_device(device)
         while not self.error and self.ready < len(self._pages):
             with self._changed:
-                self._changed.wait_for(lambda: self._idle or self._wanted > self.ready)
+                while (seconds := self._seconds_to_wait()) != 0:
+                    self._changed.wait(seconds)
             upto = min((self.ready // self._part + 1) * self._part, len(self._pages))
             memory = self._pages[self.ready : upto]
             _advise(memory, POPULATE_WRITE)

@@ -62,6 +62,40 @@ def test_who_takes_more_waits_until_it_is_pinned(monkeypatch: pytest.MonkeyPatch
     assert results == [True]
 
 
+def test_requests_one_behind_the_other_wait_for_nothing(monkeypatch: pytest.MonkeyPatch, pages: torch.Tensor) -> None:
+    monkeypatch.setattr(pinning, "QUIET_SECONDS", 60.0)
+    parts: list[int] = []
+    found = Pinning(pages, PART, lambda memory: parts.append(len(memory)) or 0)
+    for _ in range(20):
+        found.idle(True)
+        time.sleep(0.002)
+        found.idle(False)
+    assert not parts, "the server was never quiet"
+    monkeypatch.setattr(pinning, "QUIET_SECONDS", 0.02)
+    time.sleep(0.05)
+    assert not parts, "it is busy"
+    found.idle(True)
+    eventually(lambda: found.ready == 95)
+    assert parts == [PART] * 9 + [5]
+
+
+def test_a_busy_server_ends_what_its_rest_began(monkeypatch: pytest.MonkeyPatch, pages: torch.Tensor) -> None:
+    monkeypatch.setattr(pinning, "QUIET_SECONDS", 0.0)
+    parts: list[int] = []
+
+    def register(memory: torch.Tensor) -> int:
+        parts.append(len(memory))
+        if len(parts) == 3:
+            found.idle(False)
+        return 0
+
+    found = Pinning(pages, PART, register)
+    found.idle(True)
+    eventually(lambda: found.ready == 3 * PART)
+    time.sleep(0.02)
+    assert parts == [PART] * 3
+
+
 def _raises(memory: torch.Tensor) -> int:
     raise RuntimeError("no driver")
 
