@@ -208,6 +208,19 @@ def test_what_two_servers_cannot_do_is_refused(
         check_server_args(_args(**{**HALF, **changes}))
 
 
+def test_what_two_servers_were_not_seen_to_do_on_a_gpu_is_refused_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    _half_served(monkeypatch, True)
+    monkeypatch.delenv(UNTRIED_ENV, raising=False)
+    monkeypatch.setattr(disaggregation, "PAIRS_GPU_VERSIONS", (compat.sglang_version(),))
+    prefixes, config = {"disaggregation_decode_enable_radix_cache": True}, load_config("{}")
+    assert not disaggregation.problems(_args(**HALF, **prefixes), config)
+    assert not disaggregation.problems(_args(**HALF, device="cuda"), config)
+    (problem,) = disaggregation.problems(_args(**HALF, **prefixes, device="cuda"), config)
+    assert problem.startswith("--disaggregation-decode-enable-radix-cache on a GPU, where it was not seen to be right")
+    monkeypatch.setenv(UNTRIED_ENV, "1")
+    assert not disaggregation.problems(_args(**HALF, **prefixes, device="cuda"), config)
+
+
 @pytest.mark.skipif(compat.sglang_version() == "0.5.17", reason="this SGLang has no such option")
 def test_the_default_of_an_option_is_no_request_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """It is 0 in 0.5.21 and 1 in later releases."""

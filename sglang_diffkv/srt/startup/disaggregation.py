@@ -27,6 +27,7 @@ OFF, PREFILL, DECODE = "null", "prefill", "decode"
 TRANSFER = "mooncake"
 """SGLang's transfer backend that moves host memory as the room's blocks are."""
 
+PREFIXES = "--disaggregation-decode-enable-radix-cache"
 STAGING = "SGLANG_DISAGG_STAGING_BUFFER"
 PAIRS_GPU_VERSIONS = seen_on_gpu("two servers")
 """Versions of SGLang with which a request went from one server to another on a GPU."""
@@ -82,8 +83,9 @@ def problems(args: Any, config: DiffKVConfig) -> list[str]:
         ),
         f"{STAGING} with {OPTION}: unset it": os.environ.get(STAGING, "").lower() in ("1", "true", "yes", "y"),
     }
-    unseen = [] if compat.sglang_version() in PAIRS_GPU_VERSIONS else [given("device")]
-    untried = [text for device in unseen for text in compat.untried_on_a_gpu(device, OPTION, "drop it")]
+    unseen = [] if compat.sglang_version() in PAIRS_GPU_VERSIONS else [OPTION]
+    unseen += [PREFIXES] if given("disaggregation_decode_enable_radix_cache") else []
+    untried = [text for what in unseen for text in compat.untried_on_a_gpu(given("device"), what, "drop it")]
     return untried + [text for text, wrong in found.items() if wrong]
 
 
