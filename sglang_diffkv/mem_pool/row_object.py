@@ -178,7 +178,7 @@ def check_head(
         raise ObjectRefused("header", f"its window is {header['window']}, which no request here has (request_window)")
     if not 0 < head.length <= geometry.max_tokens or not -1 <= header["frozen"] <= head.length:
         raise ObjectRefused("header", "its header says a length that no row here has")
-    if not 0 <= head.start <= head.length:
+    if not 0 <= head.start <= head.length or (head.frozen is not None and head.start > head.frozen):
         raise ObjectRefused("header", "it begins where no token of it is")
     tokens = np.array([layout.tokens for layout in fmt.layouts])
     counts = [x.entries, x.own_entry, x.own_tokens]

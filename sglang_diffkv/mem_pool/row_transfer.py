@@ -564,7 +564,7 @@ class RowTransfer:
         self.received += 1
         self.tend()
 
-    # Requests that are retracted where there is no prefix cache
+    # Requests that are retracted
 
     def keep(self, row: int, length: int) -> KeptRow:
         """Copy the first ``length`` tokens of a row to host memory. Waits for the device. They come back as pages that

@@ -208,6 +208,14 @@ def test_what_two_servers_cannot_do_is_refused(
         check_server_args(_args(**{**HALF, **changes}))
 
 
+def test_prefixes_of_two_servers_are_refused_where_a_pause_would_unlock_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    row = replace(RELEASES[compat.sglang_version()], disaggregation=True, transfer_reasons=False)
+    monkeypatch.setattr(compat, "installed", lambda: row)
+    with pytest.raises(UnsupportedError, match=r"-decode-enable-radix-cache with SGLang .*: drop it"):
+        check_server_args(_args(**HALF, disaggregation_decode_enable_radix_cache=True))
+
+
+@pytest.mark.skipif(compat.sglang_version() == "0.5.17", reason="refused there anyway")
 def test_what_two_servers_were_not_seen_to_do_on_a_gpu_is_refused_there(monkeypatch: pytest.MonkeyPatch) -> None:
     _half_served(monkeypatch, True)
     monkeypatch.delenv(UNTRIED_ENV, raising=False)

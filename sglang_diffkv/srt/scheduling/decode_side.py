@@ -1,5 +1,5 @@
 """A server that generates from prompts which others have computed (SGLang's ``--disaggregation-mode decode``): it takes
-a prompt's row whole, as it was compressed there, and goes on with it.
+a prompt's row, as it was compressed there, and goes on with it.
 
 SGLang's queues, receivers and polls stay. When SGLang sets KV slots aside for a prompt, pages are promised, and the
 transfer engine gets blocks of host memory for the row's object. When the engine says that all has come, a thread checks

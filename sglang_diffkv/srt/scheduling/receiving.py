@@ -129,6 +129,7 @@ class Receiving:
         try:
             if isinstance(kept, str):
                 raise NoRoom(kept)
+            self.tree.make_table_blocks(self.ledger.blocks_for([], tokens))  # if it can: fewer may be enough
             if not self.tree.make_pages(kept.numbers.pages):
                 raise NoRoom("it has more pages than are free")
             self.transfer.bring_back(kept, row)

@@ -69,6 +69,8 @@ def problems(args: Any, config: DiffKVConfig) -> list[str]:
         f"--enable-hierarchical-cache with {OPTION}: drop one of them": host_options.asks_for_host_tier(args),
         f"--kv-canary with {OPTION}: drop one of them": given("kv_canary", "none") != "none",
         f"--enable-mixed-chunk with {OPTION}: drop one of them": given("enable_mixed_chunk"),
+        f"{PREFIXES} with SGLang {compat.sglang_version()}, whose paused requests would unlock what they did not lock: "
+        f"{drop}": given("disaggregation_decode_enable_radix_cache") and not compat.installed().transfer_reasons,
         f"--disaggregation-decode-host-receive-threshold: {drop}": (
             changed("disaggregation_decode_host_receive_threshold")
         ),
