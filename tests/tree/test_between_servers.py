@@ -50,7 +50,7 @@ def request(row: int | None, tokens: int, kept: Any = None) -> Any:
     of_older = {"req_pool_idx": row, "kv_cache_cpu": kept}
     return Request(
         rid="one", kv=SimpleNamespace(req_pool_idx=row, retraction_backup=backup), origin_input_ids=[5] * tokens,
-        output_ids=[1], to_finish=None, finished_reason=None, **of_older,
+        output_ids=[1], to_finish=None, finished_reason=None, last_node=None, **of_older,
     )  # fmt: skip
 
 
@@ -225,7 +225,7 @@ def test_a_row_that_cannot_be_sent_ends_its_request(
     def fails(*_: object, **__: object) -> None:
         raise error
 
-    manager = Manager({"x": named(dst_kv_indices=range(40), is_dummy=False)})
+    manager = Manager({"x": named(dst_kv_indices=range(40), is_dummy=False, decode_prefix_len=0)})
     req = prompt(manager, row, send=fails)
     if place == "begin":
         monkeypatch.setattr(world.manager.device, "table_of", fails)
@@ -380,7 +380,7 @@ def test_a_waiting_prompt_gives_up_what_it_holds(monkeypatch: pytest.MonkeyPatch
     assert done == ["sender", 4, "row"] and req.metadata_buffer_index == -1 and not req.pending_bootstrap
 
 
-def test_a_prompt_goes_to_blocks_once(older: None) -> None:
+def test_a_prompt_goes_to_blocks_while_it_is_expected(older: None) -> None:
     world, went = half(), []
     receiving, entry = world.requests.receiving, expected(None, 40)
     assert receiving is not None
@@ -389,11 +389,11 @@ def test_a_prompt_goes_to_blocks_once(older: None) -> None:
     )
     decode_side.pre_alloc(lambda self, req: None, queue, entry.req)
     receiver = SimpleNamespace(kv_mgr=queue.kv_manager, bootstrap_room=7)
-    for _ in range(2):
-        decode_side.send_metadata(lambda self, indices, aux: went.append(indices), receiver, np.array([3, 4]), 0)
-    assert list(went[0]) == list(block_numbers(receiving.imports[entry.req].blocks))
-    assert list(went[1]) == [3, 4]
+    blocks = list(block_numbers(receiving.imports[entry.req].blocks))
+    decode_side.send_metadata(lambda self, indices, aux: went.append(indices), receiver, np.array([3, 4]), 0)
     receiving.left(entry.req)
+    decode_side.send_metadata(lambda self, indices, aux: went.append(indices), receiver, np.array([3, 4]), 0)
+    assert [list(x) for x in went] == [blocks, [3, 4]]
 
 
 # The handshake
