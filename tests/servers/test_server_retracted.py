@@ -187,7 +187,7 @@ def _again(server: Server, seeds: range) -> dict[str, int]:
 def _until_one_is_kept(server: Server, first: int, before: int) -> int:
     """How many retracted requests were kept, once it is more than ``before``. On a slow machine requests may come too
     far apart for a retraction, so some more are asked."""
-    for seed in range(first, first + 20, 4):
+    for seed in range(first, first + 40, 4):
         if (kept := _again(server, range(seed, seed + 4))["kept"]) > before:
             return kept
     raise AssertionError("no retracted request was kept")
