@@ -98,7 +98,7 @@ class Prefixes:
 
     def times(self, prompts: Sequence[Sequence[int]], place: str, added: int = 0) -> list[float]:
         """Milliseconds to the first token of each, which has to be found at ``place``; behind so many new tokens."""
-        found = [ask(self.server.url, [*prompt, *self.draw()[:added]]) for prompt in prompts]
+        found = [ask(self.server.url, [*prompt, *(self.draw()[:added] if added else ())]) for prompt in prompts]
         for asked, prompt in zip(found, prompts, strict=True):
             if not asked.of(place, len(prompt)):
                 raise BenchmarkError(f"a prompt of {len(prompt)} tokens was found {asked.found}, not {place}")

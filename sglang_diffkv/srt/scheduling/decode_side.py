@@ -160,7 +160,7 @@ def load_kv_cache(original: Any, self: Any, req_to_token_pool: Any, token_to_kv_
         original(self, req_to_token_pool, token_to_kv_pool_allocator)
     else:
         receiving.bring_back(self, disaggregation.kept_of(self))
-        disaggregation.has_come_back(self, receiving.tree)
+        disaggregation.has_come_back(self)
 
 
 def _receiving(allocator: Any) -> Receiving | None:

@@ -44,13 +44,13 @@ class Receiving:
         """Whether pages, table blocks, KV slots and the engine's blocks are free for a prompt that is to come, or can
         be made free. As much as for all of it: the other server may have to send that."""
         tokens, ledger = disaggregation.expected_tokens(req), self.ledger
-        if not self.tree.make_table_blocks(ledger.blocks_for([], tokens)):
-            return False
         if self._pages(tokens) > ledger.uncommitted_pages() + ledger.evictable_pages:
             return False
         if tokens > ledger.uncommitted_kv_slots() + self.tree.evictable_tokens():
             return False
-        return disaggregation.is_own_request(req) or self.transfer.can_expect(tokens)
+        if not (disaggregation.is_own_request(req) or self.transfer.can_expect(tokens)):
+            return False
+        return self.tree.make_table_blocks(ledger.blocks_for([], tokens))  # last, since it evicts
 
     def matches_to(self, req: Any) -> int:
         """Tokens of a prompt that is to come, of which the tree is asked: all but one. None of the server's own
@@ -72,8 +72,9 @@ class Receiving:
     def expect(self, req: Any) -> None:
         """SGLang has given a prompt that is to come its KV slots. There is room for it."""
         tokens, path = disaggregation.expected_tokens(req), self.tree.path(req.last_node)
-        self.tree.make_table_blocks(self.ledger.blocks_for(path, tokens))
-        self.ledger.set_aside(req, self._pages(tokens), self.ledger.blocks_for(path, tokens))
+        blocks = self.ledger.blocks_for(path, tokens)
+        self.tree.make_table_blocks(blocks)
+        self.ledger.set_aside(req, self._pages(tokens), blocks)
         self.tree.make_pages(0, partly=True)
         if disaggregation.is_own_request(req):
             return

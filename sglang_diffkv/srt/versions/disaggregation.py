@@ -66,13 +66,10 @@ def keep_for(req: Any, kept: Any) -> None:
     kv_of(req).retraction_backup = RetractionBackup(cpu_tensors=kept, mamba_cpu=None)
 
 
-def has_come_back(req: Any, tree: Any) -> None:
-    """The retracted request runs again. All it has is its own: 0.5.17 would look for its tokens in the prefix ``tree``,
-    and unlock there what it did not lock."""
+def has_come_back(req: Any) -> None:
+    """The retracted request runs again."""
     if not installed().transfer_reasons:
         req.kv_cache_cpu = None
-        if not getattr(tree, "disable", True):
-            req.last_node = tree.root_node
     else:
         kv_of(req).retraction_backup = None
 
