@@ -20,7 +20,8 @@ import secrets
 import threading
 import time
 from collections import defaultdict, deque
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Generator, Hashable, Iterator
+from contextlib import closing
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, BinaryIO
@@ -32,6 +33,7 @@ from sglang_diffkv.mem_pool import segment_object
 from sglang_diffkv.mem_pool.host_pages import Run, first_of
 from sglang_diffkv.mem_pool.object_folder import ObjectFolder
 from sglang_diffkv.mem_pool.object_values import ObjectValues, StoreHangs
+from sglang_diffkv.mem_pool.piece_reader import EndsEarly, Piece, PieceReader
 from sglang_diffkv.mem_pool.saved_segments import SavedSegment, SavedSegments
 from sglang_diffkv.mem_pool.segment_object import (
     CHECKSUM_BYTES,
@@ -46,7 +48,7 @@ from sglang_diffkv.mem_pool.segment_object import (
 logger = logging.getLogger(__name__)
 
 PIECE_BYTES = 1 << 20
-"""Of host memory that is read or written at once. So much is copied while the server may have to wait for it."""
+"""Of host memory that is written at once. So much is copied while the server may have to wait for it."""
 
 MOST_QUEUED = 128
 """Segments that wait to be written, at most."""
@@ -153,6 +155,7 @@ class StoredSegments:
         self._now: Writing | None = None
         self._asked: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._logged = False
+        self._pieces = PieceReader()
         saved.tell_dropping(self._dropping)
         for target, count in ((self._write_all, 1), (self._read_all, READERS)):
             for _ in range(count):
@@ -348,25 +351,37 @@ class StoredSegments:
         head = load.found.head.encode()
         if size != load.found.size:
             raise ObjectRefused("size", "it has changed")
-        file.seek(len(head))
         if load.behind is not None:
             load.behind.synchronize()
         running, began = segment_object.checksum(head[-CHECKSUM_BYTES:]), time.perf_counter()
-        for view in self._views(first_of(load.runs, load.found.head.pages)):
-            if load.given_up:
-                return False
-            left = view
-            while left:
-                count = file.readinto(left)  # type: ignore[attr-defined]
-                if not count:
-                    raise ObjectRefused("size", "it ends too early")
-                left = left[count:]
-            running.update(view)
+        with closing(self._filled(file, len(head), first_of(load.runs, load.found.head.pages))) as pieces:
+            for piece in pieces:
+                if load.given_up:
+                    return False
+                for view in piece:
+                    running.update(view)
+        file.seek(size - CHECKSUM_BYTES)
         if running.digest() != _exactly(file, CHECKSUM_BYTES):
             raise ObjectRefused("checksum", "its pages are damaged")
         self.folder.used(load.found.key, load.found.name)
         self._count(read=1, bytes_read=size, seconds_read=time.perf_counter() - began)
         return True
+
+    def _filled(self, file: BinaryIO, at: int, runs: list[Run]) -> Generator[Piece]:
+        """Host pages, some at a time, once they are filled from position ``at`` of an object on: by several threads, if
+        it is a file. Raises ObjectRefused and OSError."""
+        try:
+            number = file.fileno()
+        except OSError:  # a store other than a folder gives blocks, one after another
+            file.seek(at)
+            for view in self._views(runs):
+                _read_to(file, view)
+                yield [view]
+            return
+        try:
+            yield from self._pieces.read(number, at, self._views(runs))
+        except EndsEarly:
+            raise ObjectRefused("size", "it ends too early") from None
 
     def _reading(self, key: str, name: str, read: Callable[[BinaryIO, int], Any]) -> Any:
         """What ``read`` makes of an object's file and its bytes; None if it is refused or cannot be read."""
@@ -415,6 +430,15 @@ class StoredSegments:
 
 class _GivenUp(Exception):
     """The host pages that are being written are somebody else's now."""
+
+
+def _read_to(file: BinaryIO, view: memoryview) -> None:
+    """Fill ``view``. Raises ObjectRefused if the file has fewer bytes."""
+    while view:
+        count = file.readinto(view)  # type: ignore[attr-defined]
+        if not count:
+            raise ObjectRefused("size", "it ends too early")
+        view = view[count:]
 
 
 def _exactly(file: BinaryIO, count: int) -> bytes:
