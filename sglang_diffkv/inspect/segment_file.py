@@ -28,7 +28,7 @@ def read(path: Path) -> ObjectHead:
         head = segment_object.decode_head(data, whole)
         left = head.pages * head.page_bytes
         pieces = (file.read(min(PIECE, left - at)) for at in range(0, left, PIECE))
-        running = segment_object.checksum(data[-CHECKSUM_BYTES:])
+        running = segment_object.PagesChecksum(data)
         for piece in pieces:
             running.update(piece)
         if running.digest() != file.read(CHECKSUM_BYTES):

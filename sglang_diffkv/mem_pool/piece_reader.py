@@ -1,7 +1,7 @@
 """A file's bytes to places in memory, in pieces that several threads read at once.
 
-One thread copies from the page cache of a disk at a few GB a second, which is less than memory has. Pieces are handed
-on in order, so what is computed of them, as a checksum, takes its time beside the reading.
+One thread copies from the page cache of a disk at a few GB a second, which is less than memory has. The thread that has
+read a piece does what is to be done with it, while it is in its caches.
 """
 
 from __future__ import annotations
@@ -10,12 +10,14 @@ import os
 import queue
 import threading
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, wait
+from functools import partial
+from typing import Any, TypeVar
+
+T = TypeVar("T")
 
 THREADS = 4
-PIECE_BYTES = 4 << 20
-"""Of a piece, about: what a thread reads at once."""
 
 AHEAD = 2 * THREADS
 """Pieces that are read, or wait to be, before the first of them is taken."""
@@ -35,73 +37,85 @@ class PieceReader:
     """Threads that read files. They are daemons: a disk that hangs does not keep the process."""
 
     def __init__(self) -> None:
-        self._asked: queue.SimpleQueue[tuple[Future[None], int, Piece, int]] = queue.SimpleQueue()
+        self._asked: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]]] = queue.SimpleQueue()
         for _ in range(THREADS):
             threading.Thread(target=self._read_all, name="diffkv-read", daemon=True).start()
 
     def _read_all(self) -> None:
         while True:
-            done, number, piece, at = self._asked.get()
+            done, read = self._asked.get()
             if not done.set_running_or_notify_cancel():
                 continue
             try:
-                fill(number, piece, at)
+                found = read()
             except BaseException as error:
                 done.set_exception(error)
             else:
-                done.set_result(None)
+                done.set_result(found)
 
-    def read(self, number: int, at: int, views: Iterable[memoryview]) -> Iterator[Piece]:
-        """Fill ``views`` from position ``at`` of an open file on, and hand them on in order, some at a time.
+    def read(
+        self, number: int, at: int, views: Iterable[memoryview], piece_bytes: int, then: Callable[[Piece], T]
+    ) -> Iterator[T]:
+        """Fill ``views`` from position ``at`` of an open file on, and give what ``then`` makes of each piece, in order.
 
-        Once it has ended or was closed, nobody writes to them any more. Raises EndsEarly and OSError."""
-        reading: deque[tuple[Future[None], Piece]] = deque()
+        Once it has ended or was closed, nobody writes to the views any more.
+
+        Args:
+            number: of the file. piece_bytes: of each piece; the last one may have fewer.
+
+        Raises EndsEarly and OSError.
+        """
+        reading: deque[Future[T]] = deque()
         try:
-            for piece in pieces_of(views):
-                done = Future[None]()
-                self._asked.put((done, number, piece, at))
-                reading.append((done, piece))
+            for piece in pieces_of(views, piece_bytes):
+                done = Future[T]()
+                self._asked.put((done, partial(_filled, number, piece, at, then)))
+                reading.append(done)
                 at += sum(map(len, piece))
                 if len(reading) == AHEAD:
-                    yield _taken(reading)
+                    yield _first_of(reading)
             while reading:
-                yield _taken(reading)
+                yield _first_of(reading)
         finally:
-            wait([done for done, _ in reading if not done.cancel()])
+            wait([done for done in reading if not done.cancel()])
 
 
-def _taken(reading: deque[tuple[Future[None], Piece]]) -> Piece:
-    """The first piece, once it is read. While it is not, it stays among those that are waited for."""
-    done, piece = reading[0]
-    done.result()
+def _filled(number: int, piece: Piece, at: int, then: Callable[[Piece], T]) -> T:
+    fill(number, piece, at)
+    return then(piece)
+
+
+def _first_of(reading: deque[Future[T]]) -> T:
+    """What the first gives, once it is done. Until then it stays among those that are waited for."""
+    found = reading[0].result()
     reading.popleft()
-    return piece
+    return found
 
 
-def pieces_of(views: Iterable[memoryview]) -> Iterator[Piece]:
-    """Places in memory, as many together as one call may fill, and about ``PIECE_BYTES`` at most."""
-    piece, left = Piece(), PIECE_BYTES
+def pieces_of(views: Iterable[memoryview], piece_bytes: int) -> Iterator[Piece]:
+    """Places in memory, of ``piece_bytes`` together; the last ones may have fewer."""
+    piece, left = Piece(), piece_bytes
     for view in views:
-        for start in range(0, len(view), PIECE_BYTES):
-            part = view[start : start + PIECE_BYTES]
-            if piece and (len(part) > left or len(piece) == MOST_VIEWS):
-                yield piece
-                piece, left = [], PIECE_BYTES
+        while view:
+            part = view[:left]
             piece.append(part)
-            left -= len(part)
+            view, left = view[len(part) :], left - len(part)
+            if not left:
+                yield piece
+                piece, left = [], piece_bytes
     if piece:
         yield piece
 
 
 def fill(number: int, piece: Sequence[memoryview], at: int) -> None:
     """Read from position ``at`` of an open file on until all places are full. Raises EndsEarly and OSError."""
-    left = list(piece)
+    left = deque(piece)
     while left:
-        count = os.preadv(number, left, at)
+        count = os.preadv(number, [left[index] for index in range(min(len(left), MOST_VIEWS))], at)
         if not count:
             raise EndsEarly
         at += count
         while left and count >= len(left[0]):
-            count -= len(left.pop(0))
+            count -= len(left.popleft())
         if count:
             left[0] = left[0][count:]

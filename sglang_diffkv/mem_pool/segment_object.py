@@ -1,11 +1,11 @@
 """A saved segment as one object of bytes, which can be read without the server that wrote it.
 
-The parts of format 1 follow one another without gaps. All numbers are little-endian:
+The parts of format 2 follow one another without gaps. All numbers are little-endian:
 
 | part | bytes | what it is |
 |---|---|---|
 | magic | 8 | ``DiffKVso`` |
-| version | 4 | of the format: 1 |
+| version | 4 | of the format: 2 |
 | H | 4 | bytes of the header, at most 65,536 |
 | t | 4 | token ids: those of positions [lo, hi) |
 | n | 4 | pages |
@@ -15,7 +15,7 @@ The parts of format 1 follow one another without gaps. All numbers are little-en
 | table | 24 n | int32 [6, n]: tier, head, lo, upper, least and last of each page, as ``SavedRow`` has them |
 | checksum | 16 | XXH3 (128 bits) of all before |
 | pages | n x page bytes | as the device has them, by tier, head and in order |
-| checksum | 16 | XXH3 (128 bits) of the first checksum and the pages |
+| checksum | 16 | XXH3 (128 bits) of the first checksum and of those of each 4 MiB of the pages, in order |
 
 The header says what the pages are: ``lo``, ``hi``, ``first``, ``end`` and ``as_computed`` as of ``Segment``. It says of
 what they are: ``namespace``, ``prefix`` and ``through``, digests of the tokens before ``lo`` and before ``hi``. And it
@@ -23,7 +23,7 @@ has the fields of ``Origin``: who wrote them.
 
 A reader takes nothing on trust. It looks at sizes before it allocates, at checksums before it reads, and at each number
 of the table. What is wrong raises ``ObjectRefused``. The checksums find damage, not forgery: who may write to a store
-may change replies.
+may change replies. Parts of the pages have checksums of their own, so that several threads can look at one object.
 """
 
 from __future__ import annotations
@@ -43,10 +43,12 @@ from sglang_diffkv.layout.geometry import Geometry
 from sglang_diffkv.layout.page_format import EMPTY
 from sglang_diffkv.layout.ranks import Ranks
 
-MAGIC, VERSION = b"DiffKVso", 1
+MAGIC, VERSION = b"DiffKVso", 2
 PREFIX = struct.Struct("<8sIIIIQ")
 MOST_HEADER = 1 << 16
 CHECKSUM_BYTES = 16
+PART_BYTES = 4 << 20
+"""Of pages that have a checksum together; the last part may have fewer."""
 COLUMNS = 6
 NOWHERE = int(torch.iinfo(torch.int32).max)
 """``least`` of a page that holds no token in its range."""
@@ -235,6 +237,42 @@ def checksum(head: bytes | bytearray | memoryview) -> Any:
     return xxhash.xxh3_128(head)
 
 
+class PagesChecksum:
+    """That of an object's pages, which come in order.
+
+    Args:
+        head: what stands before them, or its end with the checksum.
+    """
+
+    def __init__(self, head: bytes | bytearray | memoryview):
+        self._whole = checksum(head[-CHECKSUM_BYTES:])
+        self._part, self._left = checksum(b""), PART_BYTES
+
+    def update(self, pages: bytes | bytearray | memoryview) -> None:
+        """More bytes of pages, which part where they like."""
+        left = memoryview(pages)
+        while left:
+            count = min(len(left), self._left)
+            self._part.update(left[:count])
+            left, self._left = left[count:], self._left - count
+            if not self._left:
+                self._end_part()
+
+    def add(self, digest: bytes) -> None:
+        """The checksum of the next part. Nothing came by ``update`` before."""
+        self._whole.update(digest)
+
+    def _end_part(self) -> None:
+        self.add(self._part.digest())
+        self._part, self._left = checksum(b""), PART_BYTES
+
+    def digest(self) -> bytes:
+        """Once all pages have come."""
+        if self._left < PART_BYTES:
+            self._end_part()
+        return bytes(self._whole.digest())
+
+
 def head_bytes(start: bytes, whole: int) -> int:
     """Bytes before the pages, of an object of ``whole`` bytes that begins with ``start`` (``PREFIX.size`` bytes).
     Raises ObjectRefused."""
@@ -353,7 +391,7 @@ def encode(head: ObjectHead, pages: Iterable[memoryview | bytes]) -> Iterable[by
     for."""
     before = head.encode()
     yield before
-    running, left = checksum(before[-CHECKSUM_BYTES:]), head.pages * head.page_bytes
+    running, left = PagesChecksum(before), head.pages * head.page_bytes
     for piece in pages:
         running.update(piece)
         left -= len(piece)
@@ -365,7 +403,7 @@ def encode(head: ObjectHead, pages: Iterable[memoryview | bytes]) -> Iterable[by
 def check_pages(head: bytes, pages: Iterable[memoryview | bytes], given: bytes) -> None:
     """Raise ObjectRefused unless the ``pages`` behind ``head`` (as ``ObjectHead.encode``) are those whose checksum is
     ``given``."""
-    running = checksum(head[-CHECKSUM_BYTES:])
+    running = PagesChecksum(head)
     for piece in pages:
         running.update(piece)
     if running.digest() != given:

@@ -42,6 +42,7 @@ from sglang_diffkv.mem_pool.segment_object import (
     ObjectHead,
     ObjectRefused,
     Origin,
+    PagesChecksum,
     PrefixNames,
 )
 
@@ -155,7 +156,7 @@ class StoredSegments:
         self._now: Writing | None = None
         self._asked: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._logged = False
-        self._pieces = PieceReader()
+        self._reader = PieceReader()
         saved.tell_dropping(self._dropping)
         for target, count in ((self._write_all, 1), (self._read_all, READERS)):
             for _ in range(count):
@@ -353,33 +354,34 @@ class StoredSegments:
             raise ObjectRefused("size", "it has changed")
         if load.behind is not None:
             load.behind.synchronize()
-        running, began = segment_object.checksum(head[-CHECKSUM_BYTES:]), time.perf_counter()
-        with closing(self._filled(file, len(head), first_of(load.runs, load.found.head.pages))) as pieces:
-            for piece in pieces:
+        found, began = PagesChecksum(head), time.perf_counter()
+        with closing(self._fill_pages(file, len(head), first_of(load.runs, load.found.head.pages), found)) as filled:
+            for _ in filled:
                 if load.given_up:
                     return False
-                for view in piece:
-                    running.update(view)
         file.seek(size - CHECKSUM_BYTES)
-        if running.digest() != _exactly(file, CHECKSUM_BYTES):
+        if found.digest() != _exactly(file, CHECKSUM_BYTES):
             raise ObjectRefused("checksum", "its pages are damaged")
         self.folder.used(load.found.key, load.found.name)
         self._count(read=1, bytes_read=size, seconds_read=time.perf_counter() - began)
         return True
 
-    def _filled(self, file: BinaryIO, at: int, runs: list[Run]) -> Generator[Piece]:
-        """Host pages, some at a time, once they are filled from position ``at`` of an object on: by several threads, if
-        it is a file. Raises ObjectRefused and OSError."""
+    def _fill_pages(self, file: BinaryIO, at: int, runs: list[Run], found: PagesChecksum) -> Generator[None]:
+        """Fill host pages, some at a time, from position ``at`` of an object on, and add up their checksum: by several
+        threads, if it is a file. Raises ObjectRefused and OSError."""
         try:
             number = file.fileno()
         except OSError:  # a store other than a folder gives blocks, one after another
             file.seek(at)
             for view in self._views(runs):
                 _read_to(file, view)
-                yield [view]
+                found.update(view)
+                yield
             return
         try:
-            yield from self._pieces.read(number, at, self._views(runs))
+            for digest in self._reader.read(number, at, self._views(runs), segment_object.PART_BYTES, _checksum_of):
+                found.add(digest)
+                yield
         except EndsEarly:
             raise ObjectRefused("size", "it ends too early") from None
 
@@ -430,6 +432,14 @@ class StoredSegments:
 
 class _GivenUp(Exception):
     """The host pages that are being written are somebody else's now."""
+
+
+def _checksum_of(piece: Piece) -> bytes:
+    """Of a part of the pages."""
+    running = segment_object.checksum(b"")
+    for view in piece:
+        running.update(view)
+    return bytes(running.digest())
 
 
 def _read_to(file: BinaryIO, view: memoryview) -> None:

@@ -15,11 +15,6 @@ from sglang_diffkv.mem_pool.piece_reader import EndsEarly, PieceReader, fill, pi
 PIECE = 4096
 
 
-@pytest.fixture(autouse=True)
-def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(piece_reader, "PIECE_BYTES", PIECE)
-
-
 def file_of(tmp_path: Path, data: bytes) -> int:
     (tmp_path / "file").write_bytes(data)
     return os.open(tmp_path / "file", os.O_RDONLY)
@@ -42,20 +37,21 @@ def test_bytes_are_in_their_places(tmp_path: Path, sizes: list[int]) -> None:
     data, memory = random.Random(3).randbytes(sum(sizes) + 40), bytearray(sum(sizes))
     number = file_of(tmp_path, data)
     seen = b""
-    for piece in PieceReader().read(number, 13, views_of(memory, sizes)):
-        seen += b"".join(piece)  # what is handed on is filled by then, and in order
+    for found in PieceReader().read(number, 13, views_of(memory, sizes), PIECE, b"".join):
+        seen += found  # what is made of a piece is made once it is full, and comes in order
     assert bytes(memory) == data[13 : 13 + len(memory)] == seen
     os.close(number)
 
 
 def test_nothing_is_read_of_nothing(tmp_path: Path) -> None:
-    assert list(PieceReader().read(file_of(tmp_path, b"abc"), 0, [])) == []
+    assert list(PieceReader().read(file_of(tmp_path, b"abc"), 0, [], PIECE, len)) == []
 
 
-def test_a_piece_has_no_more_places_than_a_call_may_fill(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(piece_reader, "MOST_VIEWS", 10)
-    sizes = [len(piece) for piece in pieces_of([memoryview(bytes(3))] * 25)]
-    assert sizes == [10, 10, 5]
+@pytest.mark.parametrize("sizes", [[1], [10], [3] * 25, [25, 0, 7, 10, 1], [9, 1, 10, 100]])
+def test_pieces_are_of_equal_size(sizes: list[int]) -> None:
+    """Whatever the places are: each has a checksum of its own."""
+    pieces = [sum(map(len, piece)) for piece in pieces_of([memoryview(bytes(size)) for size in sizes], 10)]
+    assert sum(pieces) == sum(sizes) and all(size == 10 for size in pieces[:-1]) and 0 < pieces[-1] <= 10
 
 
 @pytest.mark.parametrize("lacking", [1, PIECE, 3 * PIECE, 5 * PIECE])
@@ -63,14 +59,14 @@ def test_a_file_that_ends_early_says_so(tmp_path: Path, lacking: int) -> None:
     memory = bytearray(5 * PIECE)
     number = file_of(tmp_path, bytes(len(memory) - lacking))
     with pytest.raises(EndsEarly):
-        list(PieceReader().read(number, 0, views_of(memory, [PIECE] * 5)))
+        list(PieceReader().read(number, 0, views_of(memory, [PIECE] * 5), PIECE, len))
     os.close(number)
 
 
 def test_what_cannot_be_read_is_an_error(tmp_path: Path) -> None:
     number = os.open(tmp_path / "written", os.O_WRONLY | os.O_CREAT)
     with pytest.raises(OSError, match="Bad file descriptor"):
-        list(PieceReader().read(number, 0, [memoryview(bytearray(10))]))
+        list(PieceReader().read(number, 0, [memoryview(bytearray(10))], PIECE, len))
     os.close(number)
 
 
@@ -90,7 +86,7 @@ def test_nobody_writes_once_a_reading_has_ended(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setattr(piece_reader, "fill", slow)
     memory = bytearray(count * PIECE)
     number = file_of(tmp_path, b"x" * len(memory))
-    reading = PieceReader().read(number, 0, views_of(memory, [PIECE] * count))
+    reading = PieceReader().read(number, 0, views_of(memory, [PIECE] * count), PIECE, len)
     threading.Timer(0.2, lambda: writing.release(count)).start()
     if fails:
         with pytest.raises(OSError, match="Input/output"):
@@ -109,7 +105,7 @@ def test_several_readings_at_once(tmp_path: Path) -> None:
     number, memories = file_of(tmp_path, data), [bytearray(50 * PIECE) for _ in range(5)]
 
     def read(index: int) -> None:
-        for _ in reader.read(number, index, [memoryview(memories[index])]):
+        for _ in reader.read(number, index, [memoryview(memories[index])], PIECE, len):
             pass
 
     threads = [threading.Thread(target=read, args=(index,)) for index in range(5)]

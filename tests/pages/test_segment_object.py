@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -26,6 +27,7 @@ from sglang_diffkv.mem_pool.segment_object import (
     ObjectHead,
     ObjectRefused,
     Origin,
+    PagesChecksum,
     PrefixNames,
 )
 
@@ -106,13 +108,13 @@ def test_every_other_length_is_refused() -> None:
 
 @given(st.binary(max_size=400), st.booleans())
 def test_random_bytes_are_refused(noise: bytes, begins: bool) -> None:
-    refused(segment_object.MAGIC + struct.pack("<I", 1) + noise if begins else noise)
+    refused(segment_object.MAGIC + struct.pack("<I", segment_object.VERSION) + noise if begins else noise)
 
 
 def test_sizes_are_looked_at_before_anything_is_allocated() -> None:
     """A header of gigabytes, and as many tokens and pages."""
     for numbers in ((1 << 31, 1, 1), (10, (1 << 32) - 1, 1), (10, 1, (1 << 32) - 1), (MOST_HEADER + 1, 0, 0)):
-        start = PREFIX.pack(segment_object.MAGIC, 1, *numbers, 100_000)
+        start = PREFIX.pack(segment_object.MAGIC, segment_object.VERSION, *numbers, 100_000)
         assert refused(start + bytes(100_000 - len(start))) == "size"
 
 
@@ -122,9 +124,41 @@ def sealed(head: ObjectHead, header: bytes | None = None) -> bytes:
     body = text + head.tokens.astype("<i4").tobytes() + head.table.astype("<i4").tobytes()
     pages = pages_of(head)
     size = PREFIX.size + len(body) + 2 * CHECKSUM_BYTES + len(pages)
-    start = PREFIX.pack(segment_object.MAGIC, 1, len(text), len(head.tokens), head.pages, size) + body
+    start = (
+        PREFIX.pack(segment_object.MAGIC, segment_object.VERSION, len(text), len(head.tokens), head.pages, size) + body
+    )
     start += segment_object.checksum(start).digest()
-    return start + pages + segment_object.checksum(start[-CHECKSUM_BYTES:] + pages).digest()
+    return start + pages + pages_checksum(start, pages)
+
+
+def pages_checksum(start: bytes, pages: bytes) -> bytes:
+    """As the format says."""
+    size = segment_object.PART_BYTES
+    parts = [xxhash.xxh3_128(pages[at : at + size]).digest() for at in range(0, len(pages), size)]
+    return bytes(xxhash.xxh3_128(start[-CHECKSUM_BYTES:] + b"".join(parts)).digest())
+
+
+@pytest.mark.parametrize("size", [0, 1, 99, 100, 101, 1000, 1234])
+@pytest.mark.parametrize("step", [1, 7, 100, 350, 5000])
+def test_pages_come_in_pieces_of_any_size(monkeypatch: pytest.MonkeyPatch, size: int, step: int) -> None:
+    """Each 100 bytes have a checksum of their own, wherever pieces end."""
+    monkeypatch.setattr(segment_object, "PART_BYTES", 100)
+    pages, running = random.Random(size).randbytes(size), PagesChecksum(b"x" * 40)
+    for at in range(0, size, step):
+        running.update(pages[at : at + step])
+    assert running.digest() == pages_checksum(b"x" * 40, pages)
+
+
+def test_damage_is_found_in_each_part_and_so_are_parts_in_another_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(segment_object, "PART_BYTES", 64)
+    data, head = whole(sample()), sample()
+    first, size = len(head.encode()), head.pages * head.page_bytes
+    assert size > 128 and segment_object.decode(data)
+    for at in range(first, first + size, 50):
+        assert refused(data[:at] + bytes([data[at] ^ 4]) + data[at + 1 :]) == "checksum"
+    swapped = data[first + 64 : first + 128] + data[first : first + 64]
+    assert swapped != data[first : first + 128]
+    assert refused(data[:first] + swapped + data[first + 128 :]) == "checksum"
 
 
 @pytest.mark.parametrize(

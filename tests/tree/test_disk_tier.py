@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from sglang_diffkv.mem_pool import stored_segments
+from sglang_diffkv.mem_pool import segment_object, stored_segments
 from sglang_diffkv.mem_pool.object_folder import ObjectFolder
 from sglang_diffkv.mem_pool.segment_object import Origin
 from sglang_diffkv.mem_pool.stored_segments import StoredSegments
@@ -22,6 +22,12 @@ from tests.tree.test_host_tier import admitted, asking, evict_all, host_of, seen
 from tests.tree.tree_world import World
 
 PATIENT = Prefetch(WAIT_COMPLETE, threshold=8)
+
+
+@pytest.fixture(autouse=True)
+def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Objects have many parts, which several threads read."""
+    monkeypatch.setattr(segment_object, "PART_BYTES", 1500)
 
 
 class Server:
