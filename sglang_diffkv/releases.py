@@ -42,8 +42,8 @@ class Release:
     Attributes:
         on_cpu, on_gpu: the packages with which it was tested there; None: not tested there, so refused.
         seen_on_gpu: of what is refused on GPUs elsewhere, what was compared with stock there: ``drafts``, ``trees of a
-            model's drafts``, ``states``, ``drafts beside states``, ``prefill graphs``, ``prefill graphs
-            beside n-grams``, ``two servers`` (one computes prompts, another goes on).
+            model's drafts`` (EAGLE's), ``states``, ``drafts beside states`` (of the model's own layer), ``prefill
+            graphs``, ``prefill graphs beside n-grams``, ``two servers`` (one computes prompts, another goes on).
         targets: hooks whose target differs from ``TARGETS``. classes: classes that are not where ``CLASSES`` says.
         tree: the prefix cache's insertion methods, a class of ``srt/tree/sglang_methods.py``.
         row_on_request: a request has its row and lengths itself, and not in ``req.kv``.
@@ -274,7 +274,21 @@ _22 = replace(
     states_need_cp_sharing=True,
     tree_when_off=True,
 )
-_23 = replace(_22, version="0.5.23", on_gpu=_HOPPER)
+_23 = replace(
+    _22,
+    version="0.5.23",
+    on_gpu=_HOPPER,
+    seen_on_gpu=frozenset(
+        {
+            "drafts",
+            "trees of a model's drafts",
+            "states",
+            "drafts beside states",
+            "prefill graphs",
+            "prefill graphs beside n-grams",
+        }
+    ),
+)
 
 RELEASES = {x.version: x for x in (_17, _21, _22, _23)}
 TESTED_VERSIONS = tuple(RELEASES)

@@ -15,8 +15,10 @@ from sglang_diffkv.capacity.model import read_model
 from sglang_diffkv.config import CONFIG_ENV, UNTRIED_ENV
 from sglang_diffkv.errors import UnsupportedError
 from sglang_diffkv.findings import Findings
+from sglang_diffkv.releases import TESTED_VERSIONS
 from sglang_diffkv.srt.backend import DiffKVAttnBackend
 from sglang_diffkv.srt.doctor import _without_states
+from sglang_diffkv.srt.models import hybrids
 from sglang_diffkv.srt.models.hybrids import check_paged_layers, describe_layers, hybrid_problems, paged_layers
 from sglang_diffkv.srt.startup.draft_model import update_mamba_state_after_mtp_verify
 from sglang_diffkv.srt.startup.preflight import reading_obstacle
@@ -89,7 +91,15 @@ def test_which_drafts_beside_states_are_served(alone: bool, monkeypatch: pytest.
     assert "trees of drafts beside layers with states" in trees and "max-bfs-breadth 1" in trees
     args.speculative_ngram_max_bfs_breadth = 1
     hybrid.device = "cuda"
-    assert any("drafts beside layers with states, of SGLang" in x for x in hybrid_problems(hybrid))
+    monkeypatch.setattr(hybrids, "DRAFTS_GPU_VERSIONS", ())
+    monkeypatch.setattr(hybrids, "STATES_GPU_VERSIONS", TESTED_VERSIONS)
+    for args.speculative_algorithm, what in (("NGRAM", "n-grams"), ("NEXTN", "drafts")):
+        (untried,) = hybrid_problems(hybrid)
+        assert untried.startswith(f"{what} beside layers with states, of SGLang")
+    monkeypatch.setattr(hybrids, "DRAFTS_GPU_VERSIONS", TESTED_VERSIONS)
+    assert not list(hybrid_problems(hybrid)), "those of the model's own layer ran"
+    args.speculative_algorithm = "NGRAM"
+    assert len(list(hybrid_problems(hybrid))) == 1, "n-grams did not"
     hybrid.device, hybrid.mambaish_config = "cpu", SimpleNamespace(full_attention_layer_ids=[3, 7])
     (other,) = hybrid_problems(hybrid)
     assert "states other than those of a gated delta rule" in other

@@ -187,11 +187,16 @@ def test_trees_of_a_model_s_drafts_are_refused_on_a_gpu_until_they_were_run_ther
     check_server_args(_args(device="cpu", **trees))
     check_server_args(_args(device="cuda", speculative_algorithm="NGRAM"))
     monkeypatch.setattr("sglang_diffkv.srt.startup.validation.TREES_GPU_VERSIONS", ())
-    what = rf"trees of a model's drafts on a GPU.*add {MODEL_CHAIN}, or set {UNTRIED_ENV}=1"
+    what = rf"trees of EAGLE's drafts on a GPU.*add {MODEL_CHAIN}, or set {UNTRIED_ENV}=1"
     with pytest.raises(UnsupportedError, match=what):
         check_server_args(_args(device="cuda", **trees))
     monkeypatch.setattr("sglang_diffkv.srt.startup.validation.TREES_GPU_VERSIONS", TESTED_VERSIONS)
     check_server_args(_args(device="cuda", **trees))
+    alone = {**trees, "speculative_algorithm": "STANDALONE"}
+    with pytest.raises(UnsupportedError, match=r"trees of STANDALONE's drafts on a GPU"):
+        check_server_args(_args(device="cuda", **alone))
+    monkeypatch.setenv(UNTRIED_ENV, "1")
+    check_server_args(_args(device="cuda", **alone))
 
 
 def test_a_release_that_was_not_run_on_a_gpu_is_refused_there_but_to_who_wants_to_try(monkeypatch):

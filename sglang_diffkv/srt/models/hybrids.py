@@ -85,8 +85,9 @@ def _with_drafts(configurator: Any, args: Any) -> Iterator[str]:
             "drafts beside layers with states on a CPU, where this SGLang has no room for the states behind drafts; "
             "drop --speculative-algorithm, or install a later SGLang"
         )
-    if compat.sglang_version() not in DRAFTS_GPU_VERSIONS:
-        what = f"drafts beside layers with states, of SGLang {compat.sglang_version()},"
+    if compat.sglang_version() not in DRAFTS_GPU_VERSIONS or not drafts_by_model(args):
+        of = "drafts" if drafts_by_model(args) else "n-grams"
+        what = f"{of} beside layers with states, of SGLang {compat.sglang_version()},"
         yield from compat.untried_on_a_gpu(configurator.device, what, "drop --speculative-algorithm")
 
 

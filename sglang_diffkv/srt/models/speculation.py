@@ -33,6 +33,8 @@ USUAL_DRAFTS = 12
 """SGLang's number where none is given."""
 TREES_GPU_VERSIONS = seen_on_gpu("trees of a model's drafts")
 """Versions of SGLang with which trees of a model's drafts did."""
+TREES_SEEN_ON_A_GPU = ("EAGLE", "EAGLE3", "NEXTN")
+"""Algorithms whose trees did. They share SGLang's worker; that of STANDALONE has another draft model."""
 MOST_DRAFTS = 16
 """Tokens that a pass verifies of a request at most in a chain, or on a path of a tree."""
 

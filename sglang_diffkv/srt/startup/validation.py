@@ -18,6 +18,7 @@ from sglang_diffkv.srt.models.speculation import (
     MODEL_CHAIN,
     SEEN_ON_A_GPU,
     TREES_GPU_VERSIONS,
+    TREES_SEEN_ON_A_GPU,
     algorithm_of,
     drafts_by_model,
     drafts_trees,
@@ -93,12 +94,17 @@ def _drafts_on_a_gpu(args: Any, device: str) -> list[str]:
     if algorithm not in SEEN_ON_A_GPU or sglang_version() not in DRAFTS_GPU_VERSIONS:
         what = f"--speculative-algorithm {algorithm} of SGLang {sglang_version()}"
         problems += untried_on_a_gpu(device, what, "drop --speculative-algorithm")
-    elif drafts_trees(args) and drafts_by_model(args) and sglang_version() not in TREES_GPU_VERSIONS:
-        problems += untried_on_a_gpu(device, "trees of a model's drafts", f"add {MODEL_CHAIN}")
+    elif drafts_trees(args) and drafts_by_model(args) and not _trees_were_seen(algorithm):
+        problems += untried_on_a_gpu(device, f"trees of {algorithm}'s drafts", f"add {MODEL_CHAIN}")
     elif algorithm == "STANDALONE" and not (eager or overlap):
         what = f"{algorithm} in CUDA graphs with --disable-overlap-schedule (SGLang's own server fails so, too)"
         problems += untried_on_a_gpu(device, what, "drop --disable-overlap-schedule, or add --disable-cuda-graph")
     return problems
+
+
+def _trees_were_seen(algorithm: str) -> bool:
+    """Whether trees of a model's drafts gave stock's tokens on a GPU."""
+    return algorithm in TREES_SEEN_ON_A_GPU and sglang_version() in TREES_GPU_VERSIONS
 
 
 def check_model(configurator: Any) -> None:
