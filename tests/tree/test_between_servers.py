@@ -4,6 +4,7 @@ does not come."""
 from __future__ import annotations
 
 import json
+from array import array
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -21,6 +22,7 @@ from sglang_diffkv.srt.scheduling.receiving import NEVER, Receiving
 from sglang_diffkv.srt.scheduling.sending import Sending, block_numbers
 from sglang_diffkv.srt.versions import compat, disaggregation
 from tests.helpers import check, until
+from tests.tree.stand_in import Match
 from tests.tree.tree_world import World
 
 pytestmark = pytest.mark.skipif(not compat.installed().disaggregation, reason="this SGLang is refused with it")
@@ -79,6 +81,33 @@ def test_a_retracted_request_waits_for_the_kv_slots_of_its_tokens() -> None:
         return int(found[0])
 
     assert asked(1195) >= NEVER and asked(1191) == 20 * 8 + 64
+
+
+def test_a_prompt_is_asked_for_the_table_blocks_that_it_is_promised() -> None:
+    """It has matched a prefix, and may be sent whole all the same. With one block less it waits."""
+    world = half(longest=1200)
+    receiving, ledger, free = world.requests.receiving, world.requests.ledger, world.manager.space.free_blocks
+    assert receiving is not None
+    receiving.tree = world.tree
+    tokens = world.tokens(240)
+    world.leave(world.prompt(tokens[:200]))
+    match = Match(world.tree, array("q", tokens))
+    world.tree.make_pages(1 << 30, partly=True)  # all but that
+    req = expected(None, 240).req
+    req.last_node = match.node
+    needed = ledger.blocks_for(receiving.tree.path(match.node), 240)
+    assert needed > ledger.blocks_for([], 240), "what it has matched takes none"
+    taken = [free.pop() for _ in range(len(free) - needed + 1)]
+    assert not receiving.has_room(req)
+    free.append(taken.pop())
+    assert receiving.has_room(req)
+    receiving.expect(req)
+    assert ledger.promised[req].blocks == needed == len(free) and not ledger.table_starved()
+    receiving.left(req)
+    ledger.forget(req)
+    free.extend(taken)
+    match.unlock(world.tree)
+    check(world.manager)
 
 
 # Arrival
