@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from typing import Any
 
 import numpy as np
@@ -15,10 +16,67 @@ from sglang_diffkv.srt.versions import compat, disaggregation
 
 logger = logging.getLogger(__name__)
 
+GIVEN_UP_SECONDS = 3600.0
+MOST_GIVEN_UP = 10_000
+"""For how long, and of how many requests, a prefill server knows that it has given them up."""
+
 
 def block_numbers(blocks: list[Run]) -> np.ndarray:
     """Blocks of runs, in order, [n] int32, as SGLang's senders and receivers take indices of pages."""
     return np.concatenate([np.arange(start, start + count) for start, count in blocks]).astype(np.int32)
+
+
+class Rooms:
+    """Requests of a prefill server by their rooms (SGLang's number of a request on both servers), and prompts that do
+    not come. SGLang's sender that is aborted, or has waited too long, ends without a word: the decode server would wait
+    for some minutes. It may ask for a prompt that was given up before, so those are kept for a while.
+
+    Of the scheduler's thread, but for what SGLang's manager writes.
+
+    Args:
+        manager: SGLang's of the senders.
+
+    Attributes:
+        taken: rooms of requests that are here. given_up: when each prompt was, in this order.
+    """
+
+    def __init__(self, manager: Any):
+        self.manager = manager
+        self.taken: set[int] = set()
+        self.given_up: dict[int, float] = {}
+
+    def begins(self, room: int) -> bool:
+        """A request of this room comes. False if another one has it: their prompts would be taken for each other's."""
+        if room in self.taken:
+            return False
+        self.taken.add(room)
+        self.given_up.pop(room, None)
+        return True
+
+    def give_up(self, room: int) -> None:
+        """The prompt of this room does not come. Who has asked for it hears it now."""
+        now, known = time.monotonic(), self.given_up
+        self.taken.discard(room)
+        known.pop(room, None)
+        known[room] = now
+        while len(known) > MOST_GIVEN_UP or known[next(iter(known))] < now - GIVEN_UP_SECONDS:
+            del known[next(iter(known))]
+        self.tell()
+
+    def tell(self) -> None:
+        """Who has asked for a prompt that was given up hears that it does not come."""
+        if self.given_up:
+            for room in [x for x in list(self.manager.transfer_infos) if x in self.given_up]:
+                disaggregation.tell_failed(self.manager, room, disaggregation.forget_room(self.manager, room))
+
+    def cleared(self, room: int, named: Any, *, failed: bool) -> None:
+        """The request of this room has ended, and SGLang has dropped what it knew of it. ``named``: what the decode
+        server had said, if anything."""
+        self.taken.discard(room)
+        if named and room in self.given_up:
+            disaggregation.tell_failed(self.manager, room, named)
+        elif failed and not named:
+            self.give_up(room)
 
 
 class Sending:

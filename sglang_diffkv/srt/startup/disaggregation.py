@@ -147,4 +147,14 @@ def init_kv_manager(original: Any, self: Any) -> Any:
         runner.kv_cache_dtype_str = usual
 
 
-HOOKS = (init_kv_manager,)
+def check_status(original: Any, self: Any, bootstrap_room: int) -> Any:
+    """A room that SGLang has dropped, while a request still asks for it, has failed: it would end the server."""
+    try:
+        return original(self, bootstrap_room)
+    except KeyError:
+        if not disaggregation.speaks_of_rows(self.kv_cache_dtype_str):
+            raise
+        return disaggregation.transfer_states().Failed
+
+
+HOOKS = (init_kv_manager, check_status)
