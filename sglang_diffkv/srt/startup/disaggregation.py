@@ -77,6 +77,9 @@ def problems(args: Any, config: DiffKVConfig) -> list[str]:
         f"--disaggregation-decode-retraction-backup host_pool: {drop}": (
             given("disaggregation_decode_retraction_backup") == "host_pool"
         ),
+        f"--disaggregation-decode-allocation-policy {given('disaggregation_decode_allocation_policy')}: {drop}": (
+            changed("disaggregation_decode_allocation_policy")
+        ),
         f"--disaggregation-enable-kv-checksum: {drop}; rows have checksums": given("disaggregation_enable_kv_checksum"),
         f"--optimistic-prefill-attempts with {OPTION}: {drop}": (given("optimistic_prefill_attempts") or 0) > 0,
         f'"prefix_fidelity": "exact" with {OPTION}: leave it out': config.prefix_fidelity == "exact",
