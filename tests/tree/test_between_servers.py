@@ -377,7 +377,9 @@ def prefill(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.mark.parametrize("asked", ["before", "between", "after"])
-def test_whoever_asks_for_a_prompt_that_was_aborted_hears_that_it_does_not_come(asked: str, prefill: Prefill) -> None:
+def test_whoever_asks_for_a_prompt_that_was_aborted_hears_that_it_does_not_come(
+    asked: str, prefill: Prefill, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Before it is aborted, before SGLang drops it, or later."""
     senders, sender = prefill.senders, prefill.comes(7)
     if asked == "before":
@@ -390,7 +392,26 @@ def test_whoever_asks_for_a_prompt_that_was_aborted_hears_that_it_does_not_come(
         senders.asks(7)
         assert not senders.told
         prefill.passes()
-    assert senders.told == [7] and not senders.transfer_infos and not senders.request_status
+    prefill.passes()
+    assert senders.told == [7]
+    senders.asks(7)  # once more
+    prefill.passes()
+    prefill.passes()
+    assert senders.told == [7, 7]
+    monkeypatch.setattr(sending, "DROPPED_SECONDS", -1.0)
+    prefill.passes()
+    assert senders.told == [7, 7] and not senders.transfer_infos and not senders.request_status
+
+
+def test_who_is_about_to_ask_is_not_told_yet(prefill: Prefill) -> None:
+    """SGLang's thread has made a place for it, in which nobody stands."""
+    senders, sender = prefill.senders, prefill.comes(7)
+    prefill.aborts(sender)
+    prefill.clears(sender)
+    senders.transfer_infos[7] = {}
+    prefill.passes()
+    assert senders.transfer_infos == {7: {}} and not senders.told
+    senders.asks(7)
     prefill.passes()
     assert senders.told == [7]
 

@@ -139,12 +139,12 @@ def conclude_failure(sender: Any, reason: str) -> None:
         return
     manager.record_failure(room, reason)
     manager.update_status(room, transfer_states().Failed)
-    tell_failed(manager, room, manager.transfer_infos.get(room))
+    tell_failed(manager, room, list((manager.transfer_infos.get(room) or {}).values()))
 
 
-def tell_failed(manager: Any, room: int, named: Any) -> None:
-    """Decode servers hear that the prompt of a room does not come. ``named``: what they have said of it, by server."""
-    wanted, failed = list((named or {}).values()), transfer_states().Failed
+def tell_failed(manager: Any, room: int, wanted: list[Any]) -> None:
+    """Decode servers hear that the prompt of a room does not come. ``wanted``: what they have said of it."""
+    failed = transfer_states().Failed
     if installed().transfer_reasons:
         targets = list({(x.endpoint, x.dst_port): None for x in wanted})
         manager.send_kv_status_message(targets=targets, bootstrap_room=room, status=failed, failure_reason=GIVEN_UP)
@@ -168,12 +168,12 @@ def has_failed(sender: Any) -> bool:
     return failed in (sender.conclude_state, sender.kv_mgr.request_status.get(sender.bootstrap_room))
 
 
-def forget_room(manager: Any, room: int) -> Any:
-    """Drop what decode servers have said of a room that no sender has any more, and return it. It is a late word, by
-    which SGLang took the room for a new one."""
+def forget_room(manager: Any, room: int) -> None:
+    """Drop what decode servers have said of a room that no sender has any more. It came late, so SGLang has taken the
+    room for a new one."""
     if manager.request_status.get(room) == transfer_states().WaitingForInput:
         del manager.request_status[room]
-    return manager.transfer_infos.pop(room, None)
+    manager.transfer_infos.pop(room, None)
 
 
 def release_waiting(scheduler: Any, req: Any) -> None:
