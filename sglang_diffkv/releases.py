@@ -171,6 +171,7 @@ TARGETS: Targets = {
             "decode_exceeds",
             "check_status",
             "abort_sender",
+            "abort_request",
             "clear_sender",
             "on_heartbeat_success",
             "send_kv_chunk",
@@ -249,6 +250,7 @@ _17 = Release(
     targets={
         **{k: v for k, v in _DISAGGREGATION.items() if k not in ("required_admission_tokens", "transfer_page_indices")},
         "allocatable_token_budgets": PREALLOCATION + "_allocatable_token_budgets",
+        "abort_request": SCHEDULER + "abort_request",
         "on_heartbeat_success": SRT + "disaggregation.mooncake.conn.MooncakeKVManager._on_heartbeat_success",
         "send_metadata": SRT + "disaggregation.mooncake.conn.MooncakeKVReceiver.send_metadata",
         "validate_mamba_no_buffer": ARGUMENTS + "_validate_mamba_no_buffer",

@@ -449,6 +449,22 @@ def test_two_prompts_have_no_number_in_common(prefill: Prefill) -> None:
     assert prefill.comes(7) is not None
 
 
+def test_a_prompt_that_is_aborted_while_it_waits_takes_its_sender_along(monkeypatch: pytest.MonkeyPatch) -> None:
+    """SGLang 0.5.17 leaves it. Others, and requests of a decode server, which have none, stay as they are."""
+    monkeypatch.setattr(disaggregation, "is_own_request", lambda req: False)
+    aborted, waiting = list[str](), [expected(None, 9).req for _ in range(3)]
+    for req, name in zip(waiting, "ab", strict=False):
+        req.disagg_kv_sender = SimpleNamespace(abort=lambda name=name: aborted.append(name))
+    waiting[2].disagg_kv_sender = None
+    scheduler = SimpleNamespace(token_to_kv_pool_allocator=half().allocator, waiting_queue=[*waiting])
+
+    def original(self: Any, asked: Any) -> None:
+        self.waiting_queue = waiting[1:2]
+
+    prefill_side.abort_request(original, scheduler, None)
+    assert aborted == ["a"]
+
+
 def test_few_prompts_are_known_that_do_not_come(monkeypatch: pytest.MonkeyPatch) -> None:
     rooms, now = Rooms(Senders()), [0.0]
     monkeypatch.setattr(sending.time, "monotonic", lambda: now[0])

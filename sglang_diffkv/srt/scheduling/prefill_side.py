@@ -86,6 +86,17 @@ def abort_sender(original: Any, self: Any) -> None:
         _rooms(self.kv_mgr).give_up(self.bootstrap_room)
 
 
+def abort_request(original: Any, self: Any, recv_req: Any) -> None:
+    """0.5.17 aborts a request that waits for its pass, and not its sender."""
+    waiting = list(self.waiting_queue)
+    original(self, recv_req)
+    if requests_of(self) is None:
+        return
+    for req in {*waiting}.difference(self.waiting_queue):
+        if (sender := getattr(req, "disagg_kv_sender", None)) is not None and not disaggregation.is_own_request(req):
+            sender.abort()
+
+
 def clear_sender(original: Any, self: Any) -> None:
     """SGLang forgets a request that has ended, and with it who waits for its prompt."""
     if not disaggregation.speaks_of_rows(self.kv_mgr.kv_cache_dtype_str):
@@ -106,6 +117,7 @@ def _rooms(manager: Any) -> Rooms:
 HOOKS = (
     prefill_exceeds,
     abort_sender,
+    abort_request,
     clear_sender,
     send_kv_chunk,
     maybe_send_cached_prefix_chunk,
