@@ -167,6 +167,13 @@ TARGETS: Targets = {
     # Disaggregation: not served with all releases, see ``_DISAGGREGATION``
     **dict.fromkeys(
         (
+            "prefill_exceeds",
+            "decode_exceeds",
+            "check_status",
+            "abort_sender",
+            "abort_request",
+            "clear_sender",
+            "on_heartbeat_success",
             "send_kv_chunk",
             "maybe_send_cached_prefix_chunk",
             "process_disagg_prefill_inflight_queue",
@@ -203,6 +210,12 @@ _HOPPER = Stack("2.11.0", "3.6.0", "0.6.15.post1", "0.4.5")
 
 _DISAGGREGATION: Targets = {
     "free_row": (str(TARGETS["free_row"]), SRT + "disaggregation.decode.DecodeReqToTokenPool.free"),
+    "prefill_exceeds": SRT + "disaggregation.prefill.PrefillBootstrapQueue._check_if_req_exceed_kv_capacity",
+    "decode_exceeds": PREALLOCATION + "_check_if_req_exceed_kv_capacity",
+    "check_status": SRT + "disaggregation.common.conn.CommonKVManager.check_status",
+    "abort_sender": SRT + "disaggregation.common.conn.CommonKVSender.abort",
+    "clear_sender": SRT + "disaggregation.common.conn.CommonKVSender.clear",
+    "on_heartbeat_success": SRT + "disaggregation.common.conn.CommonKVManager._on_heartbeat_success",
     "send_kv_chunk": SCHEDULER + "send_kv_chunk",
     "maybe_send_cached_prefix_chunk": SCHEDULER + "maybe_send_cached_prefix_chunk",
     "process_disagg_prefill_inflight_queue": SCHEDULER + "process_disagg_prefill_inflight_queue",
@@ -237,6 +250,8 @@ _17 = Release(
     targets={
         **{k: v for k, v in _DISAGGREGATION.items() if k not in ("required_admission_tokens", "transfer_page_indices")},
         "allocatable_token_budgets": PREALLOCATION + "_allocatable_token_budgets",
+        "abort_request": SCHEDULER + "abort_request",
+        "on_heartbeat_success": SRT + "disaggregation.mooncake.conn.MooncakeKVManager._on_heartbeat_success",
         "send_metadata": SRT + "disaggregation.mooncake.conn.MooncakeKVReceiver.send_metadata",
         "validate_mamba_no_buffer": ARGUMENTS + "_validate_mamba_no_buffer",
         "adjust_to_model": ARGUMENTS + "_handle_model_specific_adjustments",

@@ -26,7 +26,7 @@ class Pair:
 
     Args:
         config, decode_config: the plugin's configuration of both, or of the second one alone. args, decode_args: the
-            same of further arguments. seconds: that each write between them takes.
+            same of further arguments. seconds: that each write between them takes. env: further variables of both.
     """
 
     def __init__(
@@ -37,15 +37,22 @@ class Pair:
         decode_config: Mapping[str, Any] | None = None,
         decode_args: Sequence[str] = (),
         seconds: float = 0.0,
+        env: Mapping[str, str] | None = None,
     ):
-        self.bootstrap, self._args, self._seconds = Port(), args, seconds
-        self._threads = ThreadPoolExecutor(32)
+        self.bootstrap, self._args, self._seconds, self._env = Port(), args, seconds, env or {}
+        self._threads = ThreadPoolExecutor(64)
         self.prefill = self._server("prefill", config, ())
         self.decode = self._server("decode", decode_config or config, decode_args)
 
     def _server(self, mode: str, config: Mapping[str, Any], args: Sequence[str]) -> Server:
         paths = os.pathsep.join([str(ENGINE), *os.environ.get("PYTHONPATH", "").split(os.pathsep)])
-        env = {**STRICT, "PYTHONPATH": paths, "SGLANG_HOST_IP": "127.0.0.1", SECONDS_ENV: str(self._seconds)}
+        env = {
+            **STRICT,
+            "PYTHONPATH": paths,
+            "SGLANG_HOST_IP": "127.0.0.1",
+            SECONDS_ENV: str(self._seconds),
+            **self._env,
+        }
         own = ["--disaggregation-mode", mode, "--disaggregation-transfer-backend", "mooncake"]
         own += ["--disaggregation-bootstrap-port", str(self.bootstrap.number), *self._args, *args]
         return Server(NANO, "diffkv", own, diffkv_config=config, env=env, timeout=START_TIMEOUT)

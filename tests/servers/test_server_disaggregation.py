@@ -3,17 +3,20 @@ ends its own request alone, and no page or block is lost on either."""
 
 from __future__ import annotations
 
+import random
 import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from typing import Any
 
 import pytest
 
+from sglang_diffkv.mem_pool.row_transfer import SET_ASIDE_SECONDS
 from sglang_diffkv.srt.versions import compat
 from tests.helpers import until
 from tests.servers.pair import Pair, request
+from tests.servers.router import LEAVES, LOST, WHOLE, Asked, Downtime, ask, kill, start_again
 from tests.servers.shared import STRICT, SharedServer, check_idle, stats_of
 
 pytestmark = [
@@ -210,3 +213,86 @@ def test_a_decode_server_that_dies_takes_its_own_requests_along(pairs: dict[str,
     for first, _ in asked:
         first.result()
     settled(two)
+
+
+def test_a_client_that_leaves_the_prefill_server_lets_the_other_go(pairs: dict[str, Pair]) -> None:
+    """SGLang's prefill server tells nobody that a prompt was aborted: the decode server would wait for five minutes."""
+    two = pairs["default"]
+    asked = [two.send({**request(prompt(300 + k, 90 + k), 30), "rid": f"leaves-{k}"}) for k in range(6)]
+    time.sleep(0.3)
+    for k in range(1, 6):
+        two.prefill.post("/abort_request", {"rid": f"leaves-{k}"})
+    until(lambda: all(half.done() for both in asked for half in both))
+    assert len(asked[0][1].result().json()["output_ids"]) == 30
+    settled(two)
+
+
+def test_a_number_that_another_request_has_is_refused_on_both_servers(pairs: dict[str, Pair]) -> None:
+    """It would take the other's prompt for its own, and the end of one would end the decode server."""
+    two = pairs["default"]
+    room = {"bootstrap_host": "127.0.0.1", "bootstrap_port": two.bootstrap.number, "bootstrap_room": 7}
+    with ThreadPoolExecutor(8) as threads:
+        first, second = (
+            [threads.submit(x.post, "/generate", {**request(asked, 60), **room}) for x in (two.prefill, two.decode)]
+            for asked in (prompt(400, 95), prompt(400, 96))
+        )
+        assert sorted(x.result().status_code for x in [*first, *second]) == [200, 200, 400, 400]
+        assert sum("another request has bootstrap_room 7" in x.result().text for x in [*first, *second]) == 2
+    assert len(two.reply(PROMPTS[1], 5)) == 5
+    settled(two)
+
+
+HELD_SECONDS = {"SGLANG_DISAGGREGATION_DEFERRED_DECODE_KV_RELEASE_TIMEOUT": "5"}
+"""For which pages wait for a prefill server that was killed."""
+
+
+@pytest.mark.full
+def test_two_hundred_requests_with_aborts_and_kills(shared_server: SharedServer) -> None:
+    """A third of whom asks leave, and each server is killed twice: once it is back at once, once later. Each request
+    has all its tokens, or a message. Those that met neither have their tokens. Nothing is held in the end."""
+    draw, down, asked = random.Random(49), list[Downtime](), list[Future[Asked]]()
+    with Pair(DEFAULT, ROOMY, seconds=0.02, env=HELD_SECONDS) as two, ThreadPoolExecutor(16) as threads:
+        kills = {40: (two.prefill, 0), 80: (two.decode, 0), 120: (two.prefill, 12), 160: (two.decode, 12)}
+        starts: Future[None] | None = None
+        for k in range(200):
+            leaves = draw.choice(LEAVES) if draw.random() < 1 / 3 else ""
+            tokens, new = prompt(draw.randrange(5, 260), 100 + k), draw.randrange(2, 50)
+            this, after = Asked(f"request-{k}-of", new, leaves), 2.0 * draw.random()
+            asked.append(threads.submit(_ask, two, tokens, this, after))
+            if k in kills:
+                server, later = kills[k]
+                down.append(kill(server))
+                starts = threads.submit(_start_later, down[-1], later)
+            if starts is not None and k - 12 in kills:  # these met no server
+                starts.result()
+            if k - 20 in kills:  # these may have met one of which the other did not know yet
+                time.sleep(max(down[-1].end - time.monotonic(), 0.0))
+            while sum(not x.done() for x in asked) >= 12:
+                time.sleep(0.05)
+            time.sleep(0.2 * draw.random())
+        found = [x.result() for x in asked]
+        for server in (two.prefill, two.decode):
+            assert server.alive(), f"a server died that nobody killed:\n{server.log_text()[-20000:]}"
+        calm = [x for x in found if not x.leaves and not any(y.meets(x.begun, x.ended) for y in down)]
+        assert len(calm) >= 20
+        assert not [x for x in calm if x.halves != [WHOLE, WHOLE]], down
+        assert all(len(x.tokens) == x.new_tokens for x in found if x.tokens)
+        lost = [x for x in found if any(half.startswith(LOST) for half in x.halves)]
+        assert not [x for x in lost if not any(y.meets(x.begun, x.ended) for y in down)], down
+        settled(two)
+        time.sleep(SET_ASIDE_SECONDS)
+        last = two.reply(PROMPTS[2], 24)
+        settled(two)
+        assert [stats_of(x)["transfer"]["blocks_used"] for x in (two.prefill, two.decode)] == [0, 0]
+    one = shared_server.get("diffkv", ROOMY, config=DEFAULT, env=STRICT)
+    assert last == one.generate(request(PROMPTS[2], 24))["output_ids"]
+
+
+def _ask(two: Pair, tokens: list[int], asked: Asked, after: float) -> Asked:
+    asked.begun = time.monotonic()
+    return ask(two, request(tokens, asked.new_tokens), asked, after, 90.0)
+
+
+def _start_later(down: Downtime, seconds: float) -> None:
+    time.sleep(seconds)
+    start_again(down)

@@ -4,23 +4,28 @@ does not come."""
 from __future__ import annotations
 
 import json
+from array import array
+from contextlib import nullcontext
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+import requests
 import torch
 
 from sglang_diffkv.mem_pool.row_object import RowNumbers
 from sglang_diffkv.mem_pool.row_transfer import KeptRow, RowTransfer, most_row_pages
 from sglang_diffkv.mem_pool.segment_object import Origin
-from sglang_diffkv.srt.scheduling import decode_side, prefill_side
+from sglang_diffkv.srt.scheduling import decode_side, prefill_side, sending
 from sglang_diffkv.srt.scheduling.errors import FATAL
 from sglang_diffkv.srt.scheduling.receiving import NEVER, Receiving
-from sglang_diffkv.srt.scheduling.sending import Sending, block_numbers
+from sglang_diffkv.srt.scheduling.sending import Rooms, Sending, block_numbers
+from sglang_diffkv.srt.startup.disaggregation import check_status
 from sglang_diffkv.srt.versions import compat, disaggregation
 from tests.helpers import check, until
+from tests.tree.stand_in import Match
 from tests.tree.tree_world import World
 
 pytestmark = pytest.mark.skipif(not compat.installed().disaggregation, reason="this SGLang is refused with it")
@@ -79,6 +84,33 @@ def test_a_retracted_request_waits_for_the_kv_slots_of_its_tokens() -> None:
         return int(found[0])
 
     assert asked(1195) >= NEVER and asked(1191) == 20 * 8 + 64
+
+
+def test_a_prompt_is_asked_for_the_table_blocks_that_it_is_promised() -> None:
+    """It has matched a prefix, and may be sent whole all the same. With one block less it waits."""
+    world = half(longest=1200)
+    receiving, ledger, free = world.requests.receiving, world.requests.ledger, world.manager.space.free_blocks
+    assert receiving is not None
+    receiving.tree = world.tree
+    tokens = world.tokens(240)
+    world.leave(world.prompt(tokens[:200]))
+    match = Match(world.tree, array("q", tokens))
+    world.tree.make_pages(1 << 30, partly=True)  # all but that
+    req = expected(None, 240).req
+    req.last_node = match.node
+    needed = ledger.blocks_for(receiving.tree.path(match.node), 240)
+    assert needed > ledger.blocks_for([], 240), "what it has matched takes none"
+    taken = [free.pop() for _ in range(len(free) - needed + 1)]
+    assert not receiving.has_room(req)
+    free.append(taken.pop())
+    assert receiving.has_room(req)
+    receiving.expect(req)
+    assert ledger.promised[req].blocks == needed == len(free) and not ledger.table_starved()
+    receiving.left(req)
+    ledger.forget(req)
+    free.extend(taken)
+    match.unlock(world.tree)
+    check(world.manager)
 
 
 # Arrival
@@ -267,6 +299,244 @@ def test_a_prompt_that_is_refused_in_its_batch_ends_on_both_servers(monkeypatch:
     scheduler: Any = SimpleNamespace(token_to_kv_pool_allocator=world.allocator, waiting_queue=[])
     prefill_side.get_next_disagg_prefill_batch_to_run(lambda self: None, scheduler)
     assert order == [["no room"]]
+
+
+# Prompts that do not come
+
+
+class Senders:
+    """Of SGLang's manager of a prefill server, what it knows of rooms, and which decode servers heard of a failure."""
+
+    attn_tp_rank, pp_size, attn_cp_size, pp_rank, attn_cp_rank = 0, 1, 1, 0, 0
+
+    def __init__(self) -> None:
+        self.kv_cache_dtype_str = OURS
+        self.transfer_infos: dict[int, Any] = {}
+        self.request_status: dict[int, Any] = {}
+        self.told: list[int] = []
+
+    def asks(self, room: int) -> None:
+        """A decode server does."""
+        self.transfer_infos[room] = {"x": named(is_dummy=False)}
+        self.request_status.setdefault(room, disaggregation.transfer_states().WaitingForInput)
+
+    def send_kv_status_message(self, *, targets: Any, bootstrap_room: int, status: Any, failure_reason: str) -> None:
+        assert status == disaggregation.transfer_states().Failed and targets in ([], [("there", 5)])
+        self.told += [bootstrap_room] * len(targets)
+
+    def sync_status_to_decode_endpoint(self, endpoint: str, port: int, room: int, *_: object) -> None:
+        self.send_kv_status_message(targets=[(endpoint, port)], bootstrap_room=room, status=_[0], failure_reason="none")
+
+
+class Prefill:
+    """A prefill server, as far as its rooms go."""
+
+    def __init__(self) -> None:
+        self.senders, self.refused = Senders(), list[int]()
+        self.queue: Any = SimpleNamespace(scheduler=SimpleNamespace(token_to_kv_pool_allocator=half().allocator))
+        self.queue.kv_manager = self.senders
+
+    def comes(self, room: int) -> Any:
+        """A request does; its sender, or None if it was refused."""
+        req = expected(None, 40).req
+        req.bootstrap_room = room
+        if prefill_side.prefill_exceeds(lambda self, req: False, self.queue, req):
+            return None
+        self.senders.request_status.setdefault(room, disaggregation.transfer_states().Bootstrapping)
+        return SimpleNamespace(kv_mgr=self.senders, bootstrap_room=room, conclude_state=None)
+
+    def aborts(self, sender: Any) -> None:
+        def original(self: Any) -> None:
+            self.kv_mgr.request_status[self.bootstrap_room] = disaggregation.transfer_states().Failed
+
+        prefill_side.abort_sender(original, sender)
+
+    def clears(self, sender: Any) -> None:
+        def original(self: Any) -> None:
+            self.kv_mgr.request_status.pop(self.bootstrap_room, None)
+            self.kv_mgr.transfer_infos.pop(self.bootstrap_room, None)
+
+        prefill_side.clear_sender(original, sender)
+
+    def passes(self) -> None:
+        """A turn of its scheduler's loop."""
+        scheduler = SimpleNamespace(
+            token_to_kv_pool_allocator=self.queue.scheduler.token_to_kv_pool_allocator,
+            disagg_prefill_bootstrap_queue=self.queue,
+        )
+        prefill_side.process_disagg_prefill_inflight_queue(lambda self: None, scheduler)
+
+
+@pytest.fixture(params=["newer", "older"])
+def prefill(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Prefill:
+    row = replace(compat.installed(), transfer_reasons=request.param == "newer")
+    monkeypatch.setattr(disaggregation, "installed", lambda: row)
+    monkeypatch.setattr(disaggregation, "is_own_request", lambda req: False)
+    monkeypatch.setattr(disaggregation, "refuse_room", lambda scheduler, req: None)
+    return Prefill()
+
+
+@pytest.mark.parametrize("asked", ["before", "between", "after"])
+def test_whoever_asks_for_a_prompt_that_was_aborted_hears_that_it_does_not_come(
+    asked: str, prefill: Prefill, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before it is aborted, before SGLang drops it, or later."""
+    senders, sender = prefill.senders, prefill.comes(7)
+    if asked == "before":
+        senders.asks(7)
+    prefill.aborts(sender)
+    if asked == "between":
+        senders.asks(7)
+    prefill.clears(sender)
+    if asked == "after":
+        senders.asks(7)
+        assert not senders.told
+        prefill.passes()
+    prefill.passes()
+    assert senders.told == [7]
+    senders.asks(7)  # once more
+    prefill.passes()
+    prefill.passes()
+    assert senders.told == [7, 7]
+    monkeypatch.setattr(sending, "DROPPED_SECONDS", -1.0)
+    prefill.passes()
+    assert senders.told == [7, 7] and not senders.transfer_infos and not senders.request_status
+
+
+def test_who_is_about_to_ask_is_not_told_yet(prefill: Prefill) -> None:
+    """SGLang's thread has made a place for it, in which nobody stands."""
+    senders, sender = prefill.senders, prefill.comes(7)
+    prefill.aborts(sender)
+    prefill.clears(sender)
+    senders.transfer_infos[7] = {}
+    prefill.passes()
+    assert senders.transfer_infos == {7: {}} and not senders.told
+    senders.asks(7)
+    prefill.passes()
+    assert senders.told == [7]
+
+
+def test_whoever_asks_too_late_hears_it(prefill: Prefill) -> None:
+    """SGLang's sender has waited as long as it does, and has failed."""
+    senders, sender = prefill.senders, prefill.comes(7)
+    senders.request_status[7] = disaggregation.transfer_states().Failed
+    prefill.clears(sender)
+    senders.asks(7)
+    prefill.passes()
+    assert senders.told == [7]
+
+
+def test_nobody_hears_a_failure_of_a_prompt_that_came_or_may_come(prefill: Prefill) -> None:
+    senders, sender = prefill.senders, prefill.comes(7)
+    prefill.aborts(prefill.comes(8))
+    senders.asks(7)
+    prefill.passes()
+    senders.request_status[7] = sender.conclude_state = disaggregation.transfer_states().Success
+    prefill.clears(sender)
+    assert not senders.told
+    again = prefill.comes(8)  # its number was given up
+    senders.asks(8)
+    prefill.passes()
+    assert again is not None and not senders.told and 8 in senders.transfer_infos
+
+
+def test_two_prompts_have_no_number_in_common(prefill: Prefill) -> None:
+    """The second is refused as long as the first is here."""
+    for ends in (prefill.aborts, prefill.clears):
+        sender = prefill.comes(7)
+        assert sender is not None and prefill.comes(7) is None
+        ends(sender)
+    assert prefill.comes(7) is not None
+
+
+def test_a_prompt_that_is_aborted_while_it_waits_takes_its_sender_along(monkeypatch: pytest.MonkeyPatch) -> None:
+    """SGLang 0.5.17 leaves it. Others, and requests of a decode server, which have none, stay as they are."""
+    monkeypatch.setattr(disaggregation, "is_own_request", lambda req: False)
+    aborted, waiting = list[str](), [expected(None, 9).req for _ in range(3)]
+    for req, name in zip(waiting, "ab", strict=False):
+        req.disagg_kv_sender = SimpleNamespace(abort=lambda name=name: aborted.append(name))
+    waiting[2].disagg_kv_sender = None
+    scheduler = SimpleNamespace(token_to_kv_pool_allocator=half().allocator, waiting_queue=[*waiting])
+
+    def original(self: Any, asked: Any) -> None:
+        self.waiting_queue = waiting[1:2]
+
+    prefill_side.abort_request(original, scheduler, None)
+    assert aborted == ["a"]
+
+
+def test_few_prompts_are_known_that_do_not_come(monkeypatch: pytest.MonkeyPatch) -> None:
+    rooms, now = Rooms(Senders()), [0.0]
+    monkeypatch.setattr(sending.time, "monotonic", lambda: now[0])
+    for room in range(sending.MOST_GIVEN_UP + 5):
+        rooms.give_up(room)
+    assert len(rooms.given_up) == sending.MOST_GIVEN_UP and 4 not in rooms.given_up and 5 in rooms.given_up
+    now[0] = sending.GIVEN_UP_SECONDS + 1
+    rooms.give_up(3)
+    assert list(rooms.given_up) == [3]
+
+
+@pytest.mark.parametrize("where", ["queue", "coming", "ended", "nowhere", "retracted"])
+def test_a_decode_server_waits_for_one_prompt_of_a_number(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also while the engine may still write what was sent of it. A retracted request waits for none."""
+    world, refused, entry = half(), list[Any](), expected(None, 40)
+    ended = [(entry, 0.0, 1, 1)] if where == "ended" else []
+    queue = prealloc_queue(world, *([entry] if where in ("queue", "retracted") else []))
+    queue.transfer_queue = SimpleNamespace(queue=[entry] if where == "coming" else [], _deferred_releases=ended)
+    monkeypatch.setattr(disaggregation, "refuse_room", lambda scheduler, req: refused.append(req))
+    monkeypatch.setattr(disaggregation, "is_own_request", lambda req: False)
+    req = expected(None, 40).req
+    req.output_ids = [1] if where == "retracted" else []
+    found = decode_side.decode_exceeds(lambda self, req: False, queue, req)
+    assert found == (where not in ("nowhere", "retracted")) and refused == [req] * found
+
+
+def test_a_number_that_sglang_has_dropped_has_failed() -> None:
+    """Whoever asks for it all the same would end the server."""
+    known, asked = disaggregation.transfer_states(), {7: disaggregation.transfer_states().Success}
+    ours, stock = SimpleNamespace(kv_cache_dtype_str=OURS), SimpleNamespace(kv_cache_dtype_str="bfloat16")
+    assert check_status(lambda self, room: asked[room], ours, 7) == known.Success
+    assert check_status(lambda self, room: asked[room], ours, 8) == known.Failed
+    with pytest.raises(KeyError):
+        check_status(lambda self, room: asked[room], stock, 8)
+
+
+@pytest.mark.parametrize(
+    ("status", "port", "lost"),
+    [(200, 5, False), (200, 6, True), (503, 5, True), (404, 5, True), (500, 6, False), (None, 6, False)],
+)
+def test_a_prefill_server_that_was_started_anew_is_lost(
+    status: int | None, port: int, lost: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It answers, but it is another one, or its ranks are not there yet. One that does not answer is asked again."""
+
+    class Manager:
+        kv_cache_dtype_str = OURS
+        connection_lock = nullcontext()
+
+        def __init__(self) -> None:
+            there = {"rank_ip": "127.0.0.1", "rank_port": 5, "pp_rank": 0}
+            self.connection_pool = {"a:12_0_0_0": [{**there, "rank_port": 9}], "a:1_0_0_0": [there], "a:2_0_0_0": []}
+            self.gone: list[str] = []
+
+        def _handle_node_failure(self, address: str) -> None:
+            self.gone.append(address)
+
+    def get(url: str, **_: object) -> Any:
+        assert url == "http://a:1/route"
+        if status is None:
+            raise requests.ConnectionError("refused")
+        reply = requests.Response()
+        reply.status_code, reply._content = status, json.dumps({"rank_ip": "127.0.0.1", "rank_port": port}).encode()
+        return reply
+
+    monkeypatch.setattr(requests, "get", get)
+    manager, asked = Manager(), list[str]()
+    decode_side.on_heartbeat_success(lambda self, address: asked.append(address), manager, "a:1")
+    assert asked == ["a:1"] and manager.gone == ["a:1"] * lost
+    manager.kv_cache_dtype_str = "bfloat16"
+    decode_side.on_heartbeat_success(lambda self, address: asked.append(address), manager, "a:1")
+    assert manager.gone == ["a:1"] * lost, "a server without diffkv does as SGLang"
 
 
 # SGLang 0.5.17

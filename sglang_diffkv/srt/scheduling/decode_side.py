@@ -94,6 +94,19 @@ def send_metadata(original: Any, self: Any, kv_indices: Any, *args: Any, **kwarg
     return original(self, kv_indices if blocks is None else block_numbers(blocks), *args, **kwargs)
 
 
+def decode_exceeds(original: Any, self: Any, req: Any) -> bool:
+    """A request comes. It may be one that was retracted, which waits for nobody."""
+    if original(self, req):
+        return True
+    again = req.output_ids or getattr(req, "pd_rebootstrap_in_progress", False)
+    if requests_of(self) is None or again or disaggregation.is_own_request(req):
+        return False
+    if disaggregation.waits_for(self, req.bootstrap_room):
+        disaggregation.refuse_room(self.scheduler, req)
+        return True
+    return False
+
+
 # Arrival
 
 
@@ -207,7 +220,23 @@ def ensure_prefill_info(original: Any, self: Any, addr_to_reqs: Any) -> Any:
     return ready, waiting
 
 
+def on_heartbeat_success(original: Any, self: Any, bootstrap_addr: str) -> None:
+    """A prefill server is there. One that has died and is back, sooner than SGLang counts it as lost, knows nothing of
+    what was asked before, and has other ports. Of the thread that looks after prefill servers."""
+    original(self, bootstrap_addr)
+    if not disaggregation.speaks_of_rows(self.kv_cache_dtype_str):
+        return
+    try:
+        if disaggregation.is_another_server(self, bootstrap_addr):
+            logger.warning("DiffKV: the prefill server at %s has started anew", bootstrap_addr)
+            self._handle_node_failure(bootstrap_addr)
+    except Exception as error:  # it is asked again
+        logger.warning("DiffKV: the prefill server at %s does not say who it is: %s", bootstrap_addr, error)
+
+
 HOOKS = (
+    decode_exceeds,
+    on_heartbeat_success,
     required_admission_tokens,
     allocatable_token_budgets,
     send_metadata,

@@ -7,6 +7,8 @@ What lies behind was computed with this server's bytes. Those of a reply differ,
 SGLang's queues, senders and polls stay. A prompt's sender waits for its input until the row's object is whole in the
 blocks that the transfer engine reads (``mem_pool/row_transfer.py``). Then the blocks that it fills go to the first ones
 that the decode server has named.
+
+A prompt that does not come is told to the decode server at once, whoever gave it up and when.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ from typing import Any
 
 from sglang_diffkv.srt.scheduling.allocator import requests_of
 from sglang_diffkv.srt.scheduling.refused_requests import tell_refused
+from sglang_diffkv.srt.scheduling.sending import Rooms
 from sglang_diffkv.srt.versions import compat, disaggregation
 
 
@@ -42,6 +45,7 @@ def process_disagg_prefill_inflight_queue(original: Any, self: Any, *args: Any, 
     requests = requests_of(self)
     if requests is not None and requests.sending is not None:
         requests.sending.advance()
+        _rooms(self.disagg_prefill_bootstrap_queue.kv_manager).tell()
     return original(self, *args, **kwargs)
 
 
@@ -60,7 +64,61 @@ def get_next_disagg_prefill_batch_to_run(original: Any, self: Any, *args: Any, *
     return plan
 
 
+# Prompts that do not come
+
+
+def prefill_exceeds(original: Any, self: Any, req: Any) -> bool:
+    """A request comes whose prompt another server waits for."""
+    if original(self, req):
+        return True
+    if requests_of(self.scheduler) is None or disaggregation.is_own_request(req):
+        return False
+    if not _rooms(self.kv_manager).begins(req.bootstrap_room):
+        disaggregation.refuse_room(self.scheduler, req)
+        return True
+    return False
+
+
+def abort_sender(original: Any, self: Any) -> None:
+    """SGLang tells nobody of it."""
+    original(self)
+    if disaggregation.speaks_of_rows(self.kv_mgr.kv_cache_dtype_str):
+        _rooms(self.kv_mgr).give_up(self.bootstrap_room)
+
+
+def abort_request(original: Any, self: Any, recv_req: Any) -> None:
+    """0.5.17 aborts a request that waits for its pass, and not its sender."""
+    waiting = list(self.waiting_queue)
+    original(self, recv_req)
+    if requests_of(self) is None:
+        return
+    for req in {*waiting}.difference(self.waiting_queue):
+        if (sender := getattr(req, "disagg_kv_sender", None)) is not None and not disaggregation.is_own_request(req):
+            sender.abort()
+
+
+def clear_sender(original: Any, self: Any) -> None:
+    """SGLang forgets a request that has ended, and with it who waits for its prompt."""
+    if not disaggregation.speaks_of_rows(self.kv_mgr.kv_cache_dtype_str):
+        original(self)
+        return
+    failed = disaggregation.has_failed(self)
+    named = self.kv_mgr.transfer_infos.pop(self.bootstrap_room, None)
+    original(self)
+    _rooms(self.kv_mgr).cleared(self.bootstrap_room, named, failed=failed)
+
+
+def _rooms(manager: Any) -> Rooms:
+    """Of SGLang's manager of the senders."""
+    found: Rooms = manager.__dict__.setdefault("diffkv_rooms", Rooms(manager))
+    return found
+
+
 HOOKS = (
+    prefill_exceeds,
+    abort_sender,
+    abort_request,
+    clear_sender,
     send_kv_chunk,
     maybe_send_cached_prefix_chunk,
     process_disagg_prefill_inflight_queue,

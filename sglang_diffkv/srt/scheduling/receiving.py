@@ -50,7 +50,7 @@ class Receiving:
             return False
         if not (disaggregation.is_own_request(req) or self.transfer.can_expect(tokens)):
             return False
-        return self.tree.make_table_blocks(ledger.blocks_for([], tokens))  # last, since it evicts
+        return self.tree.make_table_blocks(self._table_blocks(req))  # last, since it evicts
 
     def matches_to(self, req: Any) -> int:
         """Tokens of a prompt that is to come, of which the tree is asked: all but one. None of the server's own
@@ -69,10 +69,13 @@ class Receiving:
         geometry = self.manager.geometry
         return min(most_row_pages(geometry, tokens), geometry.num_pages)
 
+    def _table_blocks(self, req: Any) -> int:
+        """Table blocks for a prompt, at most: for what it has matched, and for all of it."""
+        return self.ledger.blocks_for(self.tree.path(req.last_node), disaggregation.expected_tokens(req))
+
     def expect(self, req: Any) -> None:
         """SGLang has given a prompt that is to come its KV slots. There is room for it."""
-        tokens, path = disaggregation.expected_tokens(req), self.tree.path(req.last_node)
-        blocks = self.ledger.blocks_for(path, tokens)
+        tokens, blocks = disaggregation.expected_tokens(req), self._table_blocks(req)
         self.tree.make_table_blocks(blocks)
         self.ledger.set_aside(req, self._pages(tokens), blocks)
         self.tree.make_pages(0, partly=True)

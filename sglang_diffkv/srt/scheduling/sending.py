@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import time
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -15,10 +17,90 @@ from sglang_diffkv.srt.versions import compat, disaggregation
 
 logger = logging.getLogger(__name__)
 
+GIVEN_UP_SECONDS = 3600.0
+MOST_GIVEN_UP = 10_000
+"""For how long, and of how many requests, a prefill server knows that it has given them up."""
+
+DROPPED_SECONDS = 5.0
+"""After which nobody reads who had asked."""
+
 
 def block_numbers(blocks: list[Run]) -> np.ndarray:
     """Blocks of runs, in order, [n] int32, as SGLang's senders and receivers take indices of pages."""
     return np.concatenate([np.arange(start, start + count) for start, count in blocks]).astype(np.int32)
+
+
+class Rooms:
+    """Requests of a prefill server by their rooms (SGLang's number of a request on both servers), and prompts that do
+    not come. SGLang's sender that is aborted, or has waited too long, ends without a word: the decode server would wait
+    for some minutes. It may ask for a prompt that was given up before, so those are kept for a while.
+
+    Of the scheduler's thread. Another one writes down who asks (``transfer_infos``), and reads what it has written, so
+    it is told at once and dropped later.
+
+    Args:
+        manager: SGLang's of the senders.
+
+    Attributes:
+        taken: rooms of requests that are here. given_up: prompts that do not come, the oldest first.
+    """
+
+    def __init__(self, manager: Any):
+        self.manager = manager
+        self.taken: set[int] = set()
+        self.given_up: dict[int, GivenUp] = {}
+
+    def begins(self, room: int) -> bool:
+        """A request of this room comes. False if another one has it: their prompts would be taken for each other's."""
+        if room in self.taken:
+            return False
+        self.taken.add(room)
+        self.given_up.pop(room, None)
+        return True
+
+    def give_up(self, room: int) -> None:
+        """The prompt of this room does not come. Who has asked for it hears it now."""
+        known = self.given_up
+        self.taken.discard(room)
+        known[room] = known.pop(room, GivenUp())
+        known[room].since = now = time.monotonic()
+        while len(known) > MOST_GIVEN_UP or known[next(iter(known))].since < now - GIVEN_UP_SECONDS:
+            del known[next(iter(known))]
+        self.tell()
+
+    def tell(self) -> None:
+        """Who has asked for a prompt that was given up hears that it does not come."""
+        if not self.given_up:
+            return
+        for room, named in list(self.manager.transfer_infos.items()):
+            if (found := self.given_up.get(room)) is None or not named:
+                continue
+            asked = list(named.values())
+            if {*map(id, asked)} != {*map(id, found.told)}:
+                found.told, found.told_at = asked, time.monotonic()
+                disaggregation.tell_failed(self.manager, room, asked)
+            elif time.monotonic() > found.told_at + DROPPED_SECONDS:
+                found.told = []
+                disaggregation.forget_room(self.manager, room)
+
+    def cleared(self, room: int, named: Any, *, failed: bool) -> None:
+        """The request of this room has ended, and SGLang has dropped what it knew of it. ``named``: who had asked for
+        its prompt, by session; None for nobody."""
+        self.taken.discard(room)
+        asked, found = list((named or {}).values()), self.given_up.get(room)
+        if found is not None and asked and {*map(id, asked)} != {*map(id, found.told)}:
+            disaggregation.tell_failed(self.manager, room, asked)
+        elif failed and not asked:
+            self.give_up(room)
+
+
+@dataclass(eq=False)
+class GivenUp:
+    """A prompt that does not come. ``told``: who has heard it, as SGLang has them, and when."""
+
+    since: float = 0.0
+    told: list[Any] = field(default_factory=list)
+    told_at: float = 0.0
 
 
 class Sending:

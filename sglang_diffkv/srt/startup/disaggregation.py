@@ -77,6 +77,9 @@ def problems(args: Any, config: DiffKVConfig) -> list[str]:
         f"--disaggregation-decode-retraction-backup host_pool: {drop}": (
             given("disaggregation_decode_retraction_backup") == "host_pool"
         ),
+        f"--disaggregation-decode-allocation-policy {given('disaggregation_decode_allocation_policy')}: {drop}": (
+            changed("disaggregation_decode_allocation_policy")
+        ),
         f"--disaggregation-enable-kv-checksum: {drop}; rows have checksums": given("disaggregation_enable_kv_checksum"),
         f"--optimistic-prefill-attempts with {OPTION}: {drop}": (given("optimistic_prefill_attempts") or 0) > 0,
         f'"prefix_fidelity": "exact" with {OPTION}: leave it out': config.prefix_fidelity == "exact",
@@ -147,4 +150,14 @@ def init_kv_manager(original: Any, self: Any) -> Any:
         runner.kv_cache_dtype_str = usual
 
 
-HOOKS = (init_kv_manager,)
+def check_status(original: Any, self: Any, bootstrap_room: int) -> Any:
+    """A room that SGLang has dropped, while a request still asks for it, has failed: it would end the server."""
+    try:
+        return original(self, bootstrap_room)
+    except KeyError:
+        if not disaggregation.speaks_of_rows(self.kv_cache_dtype_str):
+            raise
+        return disaggregation.transfer_states().Failed
+
+
+HOOKS = (init_kv_manager, check_status)

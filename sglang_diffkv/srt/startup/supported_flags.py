@@ -47,7 +47,7 @@ WORKS: dict[str, str] = {
         "disaggregation_decode_enable_radix_cache"
     ),
     "tests/servers/test_refusals.py::test_what_two_servers_cannot_do_is_refused": (
-        "disaggregation_decode_host_receive_threshold "
+        "disaggregation_decode_host_receive_threshold disaggregation_decode_allocation_policy "
         "disaggregation_decode_retraction_backup disaggregation_enable_kv_checksum optimistic_prefill_attempts"
     ),
     "tests/servers/test_server_identity.py::test_drafts_of_a_model_give_stock_tokens": "speculative_draft_model_path",
@@ -61,7 +61,6 @@ WORKS: dict[str, str] = {
 ORTHOGONAL: dict[str, str] = {
     "the order and the number of requests that are let in; each is admitted by its pages": (
         "disaggregation_decode_extra_slots disaggregation_decode_polling_interval "
-        "disaggregation_decode_allocation_policy "
         "max_running_requests max_queued_requests max_prefill_tokens prefill_max_requests "
         "prefill_decode_interval prefill_decode_interval_min_bs min_free_slots_delay enable_prefill_delayer "
         "prefill_delayer_max_delay_passes prefill_delayer_token_usage_low_watermark prefill_delayer_queue_min_ratio "

@@ -37,6 +37,26 @@ def prepare_abort(req: Any, message: str) -> None:
     utils.prepare_abort(req, message, status_code=HTTPStatus.INTERNAL_SERVER_ERROR)
 
 
+def refuse_room(scheduler: Any, req: Any) -> None:
+    """End a request that has the same number as another one that is here."""
+    from http import HTTPStatus
+
+    from sglang.srt.disaggregation import utils
+
+    message = f"DiffKV: another request has bootstrap_room {req.bootstrap_room}: give each request its own"
+    logger.warning("DiffKV: request %s is refused: another one has its bootstrap_room", req.rid)
+    utils.prepare_abort(req, message, status_code=HTTPStatus.BAD_REQUEST)
+    scheduler.output_streamer.stream_output([req], req.return_logprob)
+
+
+def waits_for(queue: Any, room: int) -> bool:
+    """Whether a request of a decode server waits for the prompt of a room, or for the end of what was sent of it.
+    ``queue``: SGLang's ``DecodePreallocQueue``."""
+    coming = queue.transfer_queue
+    ended = [entry[0] for entry in getattr(coming, "_deferred_releases", ())]
+    return any(entry.req.bootstrap_room == room for entry in [*queue.queue, *coming.queue, *ended])
+
+
 def expected_tokens(req: Any) -> int:
     """Tokens of a prompt that another server computes. After a pause for new weights these are generated ones too."""
     again = getattr(req, "pd_rebootstrap_in_progress", False)
@@ -117,18 +137,43 @@ def conclude_failure(sender: Any, reason: str) -> None:
     if installed().transfer_reasons:
         manager.conclude_failure(bootstrap_room=room, failure_reason=reason)
         return
-    from sglang.srt.disaggregation.base import KVPoll
-
     manager.record_failure(room, reason)
-    manager.update_status(room, KVPoll.Failed)
+    manager.update_status(room, transfer_states().Failed)
+    tell_failed(manager, room, list((manager.transfer_infos.get(room) or {}).values()))
+
+
+def tell_failed(manager: Any, room: int, wanted: list[Any]) -> None:
+    """Decode servers hear that the prompt of a room does not come. ``wanted``: what they have said of it."""
+    failed = transfer_states().Failed
+    if installed().transfer_reasons:
+        targets = list({(x.endpoint, x.dst_port): None for x in wanted})
+        manager.send_kv_status_message(targets=targets, bootstrap_room=room, status=failed, failure_reason=GIVEN_UP)
+        return
     rank = manager.attn_tp_rank * manager.pp_size * manager.attn_cp_size
     rank += manager.pp_rank * manager.attn_cp_size + manager.attn_cp_rank
-    for wanted in list((manager.transfer_infos.get(room) or {}).values()):
+    for where_to in wanted:
         try:
-            manager.sync_status_to_decode_endpoint(wanted.endpoint, wanted.dst_port, room, KVPoll.Failed, rank)
+            manager.sync_status_to_decode_endpoint(where_to.endpoint, where_to.dst_port, room, failed, rank)
         except Exception as error:  # an address that no socket takes, as a decode server gave it
-            where = f"{wanted.endpoint}:{wanted.dst_port}"
+            where = f"{where_to.endpoint}:{where_to.dst_port}"
             logger.warning("DiffKV: the decode server at %s is not told of a failure: %s", where, error)
+
+
+GIVEN_UP = "the prefill server has given the request up"
+
+
+def has_failed(sender: Any) -> bool:
+    """Whether the ``sender`` has ended without sending."""
+    failed = transfer_states().Failed
+    return failed in (sender.conclude_state, sender.kv_mgr.request_status.get(sender.bootstrap_room))
+
+
+def forget_room(manager: Any, room: int) -> None:
+    """Drop what decode servers have said of a room that no sender has any more. It came late, so SGLang has taken the
+    room for a new one."""
+    if manager.request_status.get(room) == transfer_states().WaitingForInput:
+        del manager.request_status[room]
+    manager.transfer_infos.pop(room, None)
 
 
 def release_waiting(scheduler: Any, req: Any) -> None:
@@ -153,6 +198,32 @@ def bootstrap_address(req: Any) -> str:
     from sglang.srt.disaggregation.decode import _bootstrap_addr
 
     return str(_bootstrap_addr(req))
+
+
+def is_another_server(manager: Any, address: str) -> bool:
+    """Whether the prefill server at an address is not the one that SGLang's ``manager`` has met there. Raises what
+    stands in the way of asking it."""
+    import requests
+
+    with manager.connection_lock:
+        known = [(key, infos[0]) for key, infos in manager.connection_pool.items() if infos]
+    for key, info in known:
+        server, dp_rank, cp_rank, tp_rank = key.rsplit("_", 3)
+        if server != address:
+            continue
+        ranks = {"prefill_dp_rank": dp_rank, "prefill_cp_rank": cp_rank, "target_tp_rank": tp_rank}
+        ranks["target_pp_rank"] = str(info.get("pp_rank", 0))
+        found = requests.get(f"http://{address}/route", params=ranks, timeout=ASKED_SECONDS)
+        if found.status_code in (404, 503):  # not all of its ranks are there yet
+            return True
+        found.raise_for_status()
+        there = found.json()
+        return any(there[name] != info[name] for name in ("rank_ip", "rank_port"))
+    return False
+
+
+ASKED_SECONDS = 3.0
+"""For which a prefill server is waited for."""
 
 
 # The handshake: SGLang compares a text of both servers, its name of the dtype of the KV cache
