@@ -227,21 +227,6 @@ def test_a_client_that_leaves_the_prefill_server_lets_the_other_go(pairs: dict[s
     settled(two)
 
 
-def test_a_number_that_another_request_has_is_refused_on_both_servers(pairs: dict[str, Pair]) -> None:
-    """It would take the other's prompt for its own, and the end of one would end the decode server."""
-    two = pairs["default"]
-    room = {"bootstrap_host": "127.0.0.1", "bootstrap_port": two.bootstrap.number, "bootstrap_room": 7}
-    with ThreadPoolExecutor(8) as threads:
-        first, second = (
-            [threads.submit(x.post, "/generate", {**request(asked, 60), **room}) for x in (two.prefill, two.decode)]
-            for asked in (prompt(400, 95), prompt(400, 96))
-        )
-        assert sorted(x.result().status_code for x in [*first, *second]) == [200, 200, 400, 400]
-        assert sum("another request has bootstrap_room 7" in x.result().text for x in [*first, *second]) == 2
-    assert len(two.reply(PROMPTS[1], 5)) == 5
-    settled(two)
-
-
 HELD_SECONDS = {"SGLANG_DISAGGREGATION_DEFERRED_DECODE_KV_RELEASE_TIMEOUT": "5"}
 """For which pages wait for a prefill server that was killed."""
 

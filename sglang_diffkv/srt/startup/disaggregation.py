@@ -151,7 +151,7 @@ def init_kv_manager(original: Any, self: Any) -> Any:
 
 
 def check_status(original: Any, self: Any, bootstrap_room: int) -> Any:
-    """A room that SGLang has dropped, while a request still asks for it, has failed: it would end the server."""
+    """A room that SGLang has dropped, while a request still asks for it, has failed."""
     try:
         return original(self, bootstrap_room)
     except KeyError:
