@@ -1,11 +1,11 @@
 """A request's row as one run of bytes, from which another server makes the same row.
 
-The parts of format 2. All numbers are little-endian:
+The parts of format 3. All numbers are little-endian:
 
 | part | bytes | what it is |
 |---|---|---|
 | magic | 8 | ``DiffKVro`` |
-| version | 4 | of the format: 2 |
+| version | 4 | of the format: 3 |
 | H | 4 | bytes of the header, at most 65,536 |
 | n | 4 | pages |
 | whole | 8 | bytes of the head: all before the pages |
@@ -23,8 +23,8 @@ The header says what the row is:
 - ``from``: the position from which on its tokens are here. The reader has those before.
 - ``length`` of its sequence, and ``frozen``: its first tokens that it may not write any more. -1: it was not frozen.
 - ``window`` of its own, 0 for the policy's, and ``high``: whether all its tokens stay in the high tier.
-- ``pages``: the checksum of the pages. ``room``: the number under which the two servers speak of the request. So bytes
-  of another request are not taken for it.
+- ``pages``: the checksum of the pages. ``request``: the number under which the two servers speak of it, and a digest of
+  its tokens. So no bytes of another request are taken for it, though it may have that number.
 - The fields of ``Origin``: of what the pages are.
 
 A reader takes nothing on trust. What is wrong raises ``ObjectRefused``. Checksums find damage, not forgery: who may
@@ -52,7 +52,7 @@ from sglang_diffkv.mem_pool.segment_object import (
     parse_header,
 )
 
-MAGIC, VERSION = b"DiffKVro", 2
+MAGIC, VERSION = b"DiffKVro", 3
 PREFIX = struct.Struct("<8sIIIQ")
 
 
@@ -159,10 +159,10 @@ def decode_head(data: bytes, geometry: Geometry) -> RowHead:
 
 
 def check_head(
-    head: RowHead, geometry: Geometry, origin: Origin, room: int, *, high: bool = False, windows: range = range(0)
+    head: RowHead, geometry: Geometry, origin: Origin, request: str, *, high: bool = False, windows: range = range(0)
 ) -> None:
-    """Raise ObjectRefused unless an object is of the request of this ``room``, of a server like this one, and makes a
-    row that can be. ``high``: whether a row may keep all here. ``windows``: those that a row may have of its own."""
+    """Raise ObjectRefused unless an object is of this ``request``, of a server like this one, and makes a row that can
+    be. ``high``: whether a row may keep all here. ``windows``: those that a row may have of its own."""
     header, x, fmt = head.header, head.numbers, geometry.fmt
     for name, value in origin.fields().items():
         if header.get(name) != value:
@@ -170,7 +170,7 @@ def check_head(
     ints = [header.get(name, "") for name in ("length", "frozen", "window", "before", "from")]
     if any(type(value) is not int for value in ints) or type(header.get("high")) is not bool:
         raise ObjectRefused("header", "its header lacks what the row is")
-    if header.get("room") != room:
+    if header.get("request") != request:
         raise ObjectRefused("tokens", "it is of another request")
     if header["high"] and not high:
         raise ObjectRefused("header", "it keeps all in the high tier, and no request here does (high_requests)")

@@ -317,8 +317,8 @@ class RowTransfer:
         own = geometry.most_pages(1) + geometry.heads  # each further page of its own has one more set aside
         return pages + own <= most_row_pages(geometry, path_end(path) + 1)
 
-    def export(self, row: int, room: int, most: int, has: int = 0) -> RowExport:
-        """Begin to send a row past its prompt. ``room``: the servers' number of its request. ``most``: blocks that the
+    def export(self, row: int, request: str, most: int, has: int = 0) -> RowExport:
+        """Begin to send a row past its prompt. ``request``: what both servers call it. ``most``: blocks that the
         other one has for it. ``has``: tokens of the prompt, the first ones, that the other one has itself. Pages that
         hold nothing behind them stay here, but for those that the row may still write. Raises torch.OutOfMemoryError,
         changing nothing."""
@@ -326,7 +326,7 @@ class RowTransfer:
         state, frozen = self.device.state, self.rows.frozen(row)
         start = min(max(has, 0), self.rows.shared(row) if frozen is None else frozen)
         header = {
-            **self.origin.fields(), "room": room, "length": self.rows.length(row), "from": start,
+            **self.origin.fields(), "request": request, "length": self.rows.length(row), "from": start,
             "frozen": -1 if frozen is None else frozen, "high": row in self.high,
             "window": self.windows.window_of(row) if row in self.windows else 0,
         }  # fmt: skip
@@ -503,12 +503,12 @@ class RowTransfer:
         self._imports.add(found)
         return found
 
-    def look(self, wanted: RowImport, room: int) -> None:
+    def look(self, wanted: RowImport, request: str) -> None:
         """The engine says that the row has come: look at it, in the thread."""
         if wanted.reading is None:
-            wanted.reading = self._thread.submit(self._read, wanted.blocks, room)
+            wanted.reading = self._thread.submit(self._read, wanted.blocks, request)
 
-    def _read(self, blocks: list[Run], room: int) -> RowHead:
+    def _read(self, blocks: list[Run], request: str) -> RowHead:
         """What is in the blocks. Of the thread. Raises ObjectRefused."""
         assert self.origin is not None
         runs, page_bytes = self.room.pages_of(blocks), self.device.fmt.page_bytes
@@ -517,7 +517,7 @@ class RowTransfer:
         size = said_size(start, whole * page_bytes, self.geometry)
         head = decode_head(self._first_bytes(runs, size), self.geometry)
         high, windows = self.high.allowed, self.windows.known
-        check_head(head, self.geometry, self.origin, room, high=high, windows=windows)
+        check_head(head, self.geometry, self.origin, request, high=high, windows=windows)
         before = int(head.header["before"])
         if not size <= before * page_bytes <= (whole - head.numbers.pages) * page_bytes:
             raise ObjectRefused("header", "its header does not say where its pages are")

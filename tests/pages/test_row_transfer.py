@@ -35,7 +35,7 @@ from tests.dense import Session
 from tests.helpers import PAIR, check, make_format, make_manager, seen_by, until
 from tests.policies import diffkv_policy
 
-WINDOW, ROOM = 9, 4_000_000_000
+WINDOW, ROOM = 9, "4000000000 5e"
 FOUR = ("K8V8", "K8V4", "K4V4", "K4V2")
 
 
@@ -291,7 +291,7 @@ def waiting() -> tuple[Session, Session, RowExport, RowImport]:
     return source, target, exported(source, 1), wanted
 
 
-def refused(target: Session, wanted: RowImport, room: int = ROOM) -> str:
+def refused(target: Session, wanted: RowImport, room: str = ROOM) -> str:
     """The reason why what has come is refused; the row stays empty, and the blocks are set aside."""
     ways(target).look(wanted, room)
     until(lambda: wanted.looked)
@@ -340,7 +340,7 @@ def test_damage_is_found(waiting: Any, place: str) -> None:
 def test_another_request_s_object_is_refused(waiting: Any) -> None:
     source, target, sent, wanted = waiting
     carry(ways(source), sent, ways(target), wanted)
-    assert refused(target, wanted, room=ROOM + 1) == "tokens"
+    assert refused(target, wanted, room=ROOM + "0") == "tokens"
 
 
 def test_another_server_s_pages_are_refused_with_both_values(waiting: Any) -> None:
@@ -442,7 +442,7 @@ def crowded() -> tuple[Session, RowExport, RowExport, list[Run]]:
     transfer = ways(session)
     session.extend({1: 290, 2: 5}, check=False)
     session.manager.prompts.end(1, 2)
-    long, short = transfer.export(1, ROOM, 1000), transfer.export(2, ROOM + 1, 1000)
+    long, short = transfer.export(1, ROOM, 1000), transfer.export(2, ROOM + "0", 1000)
     taken = transfer.room.take(18)
     assert taken is not None
     assert not any(transfer.advance(x) for _ in range(5) for x in (long, short))

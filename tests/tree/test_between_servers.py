@@ -313,6 +313,8 @@ class Senders:
         self.kv_cache_dtype_str = OURS
         self.transfer_infos: dict[int, Any] = {}
         self.request_status: dict[int, Any] = {}
+        self.failure_records: dict[int, str] = {}
+        self.req_to_decode_prefix_len: dict[int, int] = {}
         self.told: list[int] = []
 
     def asks(self, room: int) -> None:
@@ -434,19 +436,86 @@ def test_nobody_hears_a_failure_of_a_prompt_that_came_or_may_come(prefill: Prefi
     senders.request_status[7] = sender.conclude_state = disaggregation.transfer_states().Success
     prefill.clears(sender)
     assert not senders.told
-    again = prefill.comes(8)  # its number was given up
-    senders.asks(8)
-    prefill.passes()
-    assert again is not None and not senders.told and 8 in senders.transfer_infos
+    assert prefill.comes(8) is None, (
+        "its number was given up: who asks for it may ask for the prompt that does not come"
+    )
+    assert prefill.comes(7) is not None, "the one that came is over"
 
 
 def test_two_prompts_have_no_number_in_common(prefill: Prefill) -> None:
-    """The second is refused as long as the first is here."""
-    for ends in (prefill.aborts, prefill.clears):
-        sender = prefill.comes(7)
-        assert sender is not None and prefill.comes(7) is None
-        ends(sender)
-    assert prefill.comes(7) is not None
+    """The second is refused as long as the first is here. What was given up is over when SGLang's thread and engine say
+    so, and nobody hears that."""
+    sender = prefill.comes(7)
+    assert sender is not None and prefill.comes(7) is None
+    prefill.clears(sender)
+    sender = prefill.comes(7)
+    assert sender is not None
+    prefill.aborts(sender)
+    assert prefill.comes(7) is None
+    prefill.clears(sender)
+    assert prefill.comes(7) is None
+
+
+@pytest.mark.parametrize("room", [0, -1, 1 << 63, (1 << 64) - 1, None, "7", 7.0, True])
+def test_a_number_that_sglang_cannot_keep_is_refused(room: Any, prefill: Prefill) -> None:
+    assert prefill.comes(room) is None and not prefill.senders.request_status
+    assert prefill.comes((1 << 63) - 1) is not None
+
+
+def test_what_is_known_of_a_prompt_that_does_not_come_goes(prefill: Prefill, monkeypatch: pytest.MonkeyPatch) -> None:
+    """SGLang's engine and thread write it down behind SGLang's back, and nobody else would drop it."""
+    senders, sender = prefill.senders, prefill.comes(7)
+    prefill.aborts(sender)
+    prefill.clears(sender)
+    senders.asks(7)
+    senders.failure_records[7], senders.req_to_decode_prefix_len[7] = "aborted", 0
+    prefill.passes()
+    assert senders.told == [7]
+    monkeypatch.setattr(sending, "DROPPED_SECONDS", -1.0)
+    prefill.passes()
+    for known in (senders.transfer_infos, senders.request_status, senders.failure_records):
+        assert not known
+    assert not senders.req_to_decode_prefix_len
+    senders.request_status[7] = disaggregation.transfer_states().Success  # of an engine that was just writing
+    monkeypatch.setattr(sending, "MOST_GIVEN_UP", 1)
+    prefill.aborts(prefill.comes(9))
+    assert not senders.request_status.keys() - {9} and prefill.comes(7) is not None
+
+
+def test_nobody_hears_of_an_abort_while_the_engine_writes(prefill: Prefill, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a release whose engine goes on: the decode server would give the places to others."""
+    now, older = [0.0], not disaggregation.installed().transfer_reasons
+    monkeypatch.setattr(sending.time, "monotonic", lambda: now[0])
+    senders, sender = prefill.senders, prefill.comes(7)
+    senders.asks(7)
+    senders.request_status[7] = disaggregation.transfer_states().Transferring
+    prefill.aborts(sender)
+    prefill.clears(sender)
+    prefill.passes()
+    assert senders.told == ([] if older else [7])
+    now[0] = sending.WRITTEN_SECONDS + 0.1
+    prefill.passes()
+    assert senders.told == [7]
+    now[0] += sending.DROPPED_SECONDS + 0.1
+    prefill.passes()
+    assert senders.told == [7] and not senders.transfer_infos
+
+
+def test_two_requests_of_one_number_have_other_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The prompt of one is not taken for that of the other, as long as theirs are not the same."""
+    one, two = expected(None, 40).req, expected(None, 40).req
+    one.bootstrap_room = two.bootstrap_room = 7
+    one.output_ids = two.output_ids = []
+    two.origin_input_ids = list(one.origin_input_ids)
+    assert disaggregation.name_of(one) == disaggregation.name_of(two)
+    two.origin_input_ids[3] += 1
+    assert disaggregation.name_of(one) != disaggregation.name_of(two)
+    one.output_ids = [5]
+    name = disaggregation.name_of(one)
+    one.pd_rebootstrap_in_progress = True
+    assert disaggregation.name_of(one) != name, "what was generated is sent again too"
+    whole = SimpleNamespace(bootstrap_room=7, origin_input_ids=[*one.origin_input_ids, 5], output_ids=[])
+    assert disaggregation.name_of(one) == disaggregation.name_of(whole)
 
 
 def test_a_prompt_that_is_aborted_while_it_waits_takes_its_sender_along(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -101,7 +101,8 @@ def decode_exceeds(original: Any, self: Any, req: Any) -> bool:
     again = req.output_ids or getattr(req, "pd_rebootstrap_in_progress", False)
     if requests_of(self) is None or again or disaggregation.is_own_request(req):
         return False
-    if disaggregation.waits_for(self, req.bootstrap_room):
+    room = req.bootstrap_room
+    if not disaggregation.can_be_room(room) or disaggregation.waits_for(self, room):
         disaggregation.refuse_room(self.scheduler, req)
         return True
     return False

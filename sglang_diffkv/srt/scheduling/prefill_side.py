@@ -17,7 +17,7 @@ from typing import Any
 
 from sglang_diffkv.srt.scheduling.allocator import requests_of
 from sglang_diffkv.srt.scheduling.refused_requests import tell_refused
-from sglang_diffkv.srt.scheduling.sending import Rooms
+from sglang_diffkv.srt.scheduling.sending import WRITTEN_SECONDS, Rooms
 from sglang_diffkv.srt.versions import compat, disaggregation
 
 
@@ -73,7 +73,8 @@ def prefill_exceeds(original: Any, self: Any, req: Any) -> bool:
         return True
     if requests_of(self.scheduler) is None or disaggregation.is_own_request(req):
         return False
-    if not _rooms(self.kv_manager).begins(req.bootstrap_room):
+    room = req.bootstrap_room
+    if not (disaggregation.can_be_room(room) and _rooms(self.kv_manager).begins(room)):
         disaggregation.refuse_room(self.scheduler, req)
         return True
     return False
@@ -81,9 +82,10 @@ def prefill_exceeds(original: Any, self: Any, req: Any) -> bool:
 
 def abort_sender(original: Any, self: Any) -> None:
     """SGLang tells nobody of it."""
+    writes = disaggregation.is_being_written(self)
     original(self)
     if disaggregation.speaks_of_rows(self.kv_mgr.kv_cache_dtype_str):
-        _rooms(self.kv_mgr).give_up(self.bootstrap_room)
+        _rooms(self.kv_mgr).give_up(self.bootstrap_room, after=WRITTEN_SECONDS if writes else 0.0)
 
 
 def abort_request(original: Any, self: Any, recv_req: Any) -> None:

@@ -24,6 +24,9 @@ MOST_GIVEN_UP = 10_000
 DROPPED_SECONDS = 5.0
 """After which nobody reads who had asked."""
 
+WRITTEN_SECONDS = 5.0
+"""After which the engine writes nothing any more of a prompt that was aborted while it did."""
+
 
 def block_numbers(blocks: list[Run]) -> np.ndarray:
     """Blocks of runs, in order, [n] int32, as SGLang's senders and receivers take indices of pages."""
@@ -51,56 +54,73 @@ class Rooms:
         self.given_up: dict[int, GivenUp] = {}
 
     def begins(self, room: int) -> bool:
-        """A request of this room comes. False if another one has it: their prompts would be taken for each other's."""
-        if room in self.taken:
+        """A request of this room comes. False if another one has it, or had it when it was given up: their prompts, and
+        what SGLang says of them, would be taken for each other's."""
+        if room in self.taken or room in self.given_up:
             return False
         self.taken.add(room)
-        self.given_up.pop(room, None)
         return True
 
-    def give_up(self, room: int) -> None:
-        """The prompt of this room does not come. Who has asked for it hears it now."""
-        known = self.given_up
+    def give_up(self, room: int, after: float = 0.0) -> None:
+        """The prompt of this room does not come. Who has asked for it hears it now, or ``after`` so many seconds."""
+        known, now = self.given_up, time.monotonic()
         self.taken.discard(room)
-        known[room] = known.pop(room, GivenUp())
-        known[room].since = now = time.monotonic()
+        known[room] = known.pop(room, GivenUp(tell_at=now + after))
+        known[room].since = now
         while len(known) > MOST_GIVEN_UP or known[next(iter(known))].since < now - GIVEN_UP_SECONDS:
-            del known[next(iter(known))]
+            oldest = next(iter(known))
+            disaggregation.forget_room(self.manager, oldest)
+            del known[oldest]
         self.tell()
 
     def tell(self) -> None:
         """Who has asked for a prompt that was given up hears that it does not come."""
         if not self.given_up:
             return
+        now = time.monotonic()
         for room, named in list(self.manager.transfer_infos.items()):
-            if (found := self.given_up.get(room)) is None or not named:
+            if (found := self.given_up.get(room)) is None or not named or now < found.tell_at:
                 continue
             asked = list(named.values())
-            if {*map(id, asked)} != {*map(id, found.told)}:
-                found.told, found.told_at = asked, time.monotonic()
+            if not found.knows(asked):
+                found.told, found.told_at = asked, now
                 disaggregation.tell_failed(self.manager, room, asked)
-            elif time.monotonic() > found.told_at + DROPPED_SECONDS:
-                found.told = []
+            elif now > found.told_at + DROPPED_SECONDS:
                 disaggregation.forget_room(self.manager, room)
+                found.told = []
 
     def cleared(self, room: int, named: Any, *, failed: bool) -> None:
         """The request of this room has ended, and SGLang has dropped what it knew of it. ``named``: who had asked for
         its prompt, by session; None for nobody."""
         self.taken.discard(room)
-        asked, found = list((named or {}).values()), self.given_up.get(room)
-        if found is not None and asked and {*map(id, asked)} != {*map(id, found.told)}:
-            disaggregation.tell_failed(self.manager, room, asked)
-        elif failed and not asked:
+        asked, found, now = list((named or {}).values()), self.given_up.get(room), time.monotonic()
+        if found is not None and asked and now < found.tell_at:
+            self.manager.transfer_infos[room] = named  # until they hear it
+        elif found is not None:
+            if asked and not found.knows(asked):
+                disaggregation.tell_failed(self.manager, room, asked)
+            found.told = []
+        elif failed:
             self.give_up(room)
 
 
 @dataclass(eq=False)
 class GivenUp:
-    """A prompt that does not come. ``told``: who has heard it, as SGLang has them, and when."""
+    """A prompt that does not come.
+
+    Attributes:
+        since, tell_at: when it was given up, and from when on others may hear it. told: who has heard it, as SGLang has
+            them, while it does; told_at: when they did.
+    """
 
     since: float = 0.0
+    tell_at: float = 0.0
     told: list[Any] = field(default_factory=list)
     told_at: float = 0.0
+
+    def knows(self, asked: list[Any]) -> bool:
+        """Whether just those have heard it who have ``asked``."""
+        return {*map(id, asked)} == {*map(id, self.told)}
 
 
 class Sending:
@@ -123,7 +143,7 @@ class Sending:
         most = min((len(x.dst_kv_indices) for x in wanted), default=0)
         has = min((int(x.decode_prefix_len or 0) for x in wanted), default=0)
         try:
-            self.exports[req] = transfer.export(compat.allocated_row_of(req), sender.bootstrap_room, most, has)
+            self.exports[req] = transfer.export(compat.allocated_row_of(req), disaggregation.name_of(req), most, has)
         except FATAL:
             raise
         except Exception as error:

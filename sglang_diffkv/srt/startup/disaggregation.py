@@ -145,9 +145,11 @@ def init_kv_manager(original: Any, self: Any) -> Any:
     told = {"rows": VERSION, **facts, "model": origin.model, "dtype": origin.dtype, **dict(origin.shape)}
     usual, runner.kv_cache_dtype_str = runner.kv_cache_dtype_str, disaggregation.told_of_rows(told)
     try:
-        return original(self)
+        found = original(self)
     finally:
         runner.kv_cache_dtype_str = usual
+    disaggregation.keep_rooms_apart(found)
+    return found
 
 
 def check_status(original: Any, self: Any, bootstrap_room: int) -> Any:

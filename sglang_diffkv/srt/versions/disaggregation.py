@@ -3,9 +3,13 @@ by release. Only releases whose row says so have them with diffkv (``Release.dis
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
+from collections import defaultdict
 from typing import Any
+
+import numpy as np
 
 from sglang_diffkv.srt.versions.compat import installed, kv_of, row_of
 
@@ -37,14 +41,26 @@ def prepare_abort(req: Any, message: str) -> None:
     utils.prepare_abort(req, message, status_code=HTTPStatus.INTERNAL_SERVER_ERROR)
 
 
+MOST_ROOM = (1 << 63) - 1
+"""SGLang keeps a request's number as int64, and takes 0 for none."""
+
+
+def can_be_room(room: Any) -> bool:
+    """Whether SGLang's queues can tell a request by this number, which its client has chosen."""
+    return type(room) is int and 0 < room <= MOST_ROOM
+
+
 def refuse_room(scheduler: Any, req: Any) -> None:
-    """End a request that has the same number as another one that is here."""
+    """End a request whose number is none, or that of another one."""
     from http import HTTPStatus
 
     from sglang.srt.disaggregation import utils
 
-    message = f"DiffKV: another request has bootstrap_room {req.bootstrap_room}: give each request its own"
-    logger.warning("DiffKV: request %s is refused: another one has its bootstrap_room", req.rid)
+    message = (
+        f"DiffKV: bootstrap_room {req.bootstrap_room} is another request's, or was, or is no number from 1 to "
+        f"{MOST_ROOM}: give each request one of its own, and ask for one sample at a time (n)"
+    )
+    logger.warning("DiffKV: request %s is refused for its bootstrap_room", req.rid)
     utils.prepare_abort(req, message, status_code=HTTPStatus.BAD_REQUEST)
     scheduler.output_streamer.stream_output([req], req.return_logprob)
 
@@ -61,6 +77,14 @@ def expected_tokens(req: Any) -> int:
     """Tokens of a prompt that another server computes. After a pause for new weights these are generated ones too."""
     again = getattr(req, "pd_rebootstrap_in_progress", False)
     return len(req.origin_input_ids) + (len(req.output_ids) if again else 0)
+
+
+def name_of(req: Any) -> str:
+    """What both servers call a request: by its number, which its client has chosen and another request may have, and a
+    digest of the tokens of the prompt that goes."""
+    again = getattr(req, "pd_rebootstrap_in_progress", False)
+    tokens = np.array([*req.origin_input_ids, *(req.output_ids if again else ())], dtype="<i8")
+    return f"{req.bootstrap_room} {hashlib.blake2b(tokens.tobytes(), digest_size=16).hexdigest()}"
 
 
 def was_kept(req: Any) -> bool:
@@ -169,11 +193,23 @@ def has_failed(sender: Any) -> bool:
 
 
 def forget_room(manager: Any, room: int) -> None:
-    """Drop what decode servers have said of a room that no sender has any more. It came late, so SGLang has taken the
-    room for a new one."""
-    if manager.request_status.get(room) == transfer_states().WaitingForInput:
-        del manager.request_status[room]
-    manager.transfer_infos.pop(room, None)
+    """Drop what a prefill server knows of a room that no sender has any more, and what decode servers have said of it
+    since: SGLang would take that for a new request."""
+    for known in ("request_status", "transfer_infos", "failure_records", "req_to_decode_prefix_len"):
+        getattr(manager, known).pop(room, None)
+
+
+def is_being_written(sender: Any) -> bool:
+    """Whether the engine may write for the ``sender``, on a release whose engine does not look whether it was aborted
+    meanwhile."""
+    status = sender.kv_mgr.request_status.get(sender.bootstrap_room)
+    return not installed().transfer_reasons and status == transfer_states().Transferring
+
+
+def keep_rooms_apart(manager: Any) -> None:
+    """A prefill server's thread writes down who asks for a room in two steps. In between the scheduler may drop it."""
+    if hasattr(manager, "transfer_infos"):
+        manager.transfer_infos = defaultdict(dict, manager.transfer_infos)
 
 
 def release_waiting(scheduler: Any, req: Any) -> None:
