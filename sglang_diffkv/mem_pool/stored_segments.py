@@ -379,9 +379,11 @@ class StoredSegments:
                 yield
             return
         try:
-            for digest in self._reader.read(number, at, self._views(runs), segment_object.PART_BYTES, _checksum_of):
-                found.add(digest)
-                yield
+            views, size = self._views(runs), segment_object.PART_BYTES
+            with closing(self._reader.read(number, at, views, size, _checksum_of)) as digests:
+                for digest in digests:
+                    found.add(digest)
+                    yield
         except EndsEarly:
             raise ObjectRefused("size", "it ends too early") from None
 

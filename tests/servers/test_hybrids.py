@@ -92,14 +92,22 @@ def test_which_drafts_beside_states_are_served(alone: bool, monkeypatch: pytest.
     args.speculative_ngram_max_bfs_breadth = 1
     hybrid.device = "cuda"
     monkeypatch.setattr(hybrids, "DRAFTS_GPU_VERSIONS", ())
-    monkeypatch.setattr(hybrids, "STATES_GPU_VERSIONS", TESTED_VERSIONS)
-    for args.speculative_algorithm, what in (("NGRAM", "n-grams"), ("NEXTN", "drafts")):
+    monkeypatch.setattr(hybrids, "STATES_GPU_VERSIONS", ())
+    monkeypatch.setattr(hybrids, "DELTA_GPU_VERSIONS", TESTED_VERSIONS)
+    other, own = "other drafts than its own layer's", "drafts of the model's own layer"
+    args.model_path = "here"
+    ways = (("NGRAM", None, other), ("NEXTN", None, own), ("EAGLE", "here", own), ("STANDALONE", "there", other))
+    for args.speculative_algorithm, args.speculative_draft_model_path, what in (*ways, ("EAGLE", "there", other)):
         (untried,) = hybrid_problems(hybrid)
         assert untried.startswith(f"{what} beside layers with states, of SGLang")
     monkeypatch.setattr(hybrids, "DRAFTS_GPU_VERSIONS", TESTED_VERSIONS)
-    assert not list(hybrid_problems(hybrid)), "those of the model's own layer ran"
+    for args.speculative_algorithm, args.speculative_draft_model_path, what in ways:
+        assert len(list(hybrid_problems(hybrid))) == (what == other)
+    args.speculative_algorithm = None
+    assert not list(hybrid_problems(hybrid))
+    monkeypatch.setattr(hybrids, "DELTA_GPU_VERSIONS", ())
+    assert "layers with states, of SGLang" in next(hybrid_problems(hybrid))
     args.speculative_algorithm = "NGRAM"
-    assert len(list(hybrid_problems(hybrid))) == 1, "n-grams did not"
     hybrid.device, hybrid.mambaish_config = "cpu", SimpleNamespace(full_attention_layer_ids=[3, 7])
     (other,) = hybrid_problems(hybrid)
     assert "states other than those of a gated delta rule" in other

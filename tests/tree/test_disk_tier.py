@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from sglang_diffkv.mem_pool import segment_object, stored_segments
+from sglang_diffkv.mem_pool import piece_reader, segment_object, stored_segments
 from sglang_diffkv.mem_pool.object_folder import ObjectFolder
 from sglang_diffkv.mem_pool.segment_object import Origin
 from sglang_diffkv.mem_pool.stored_segments import StoredSegments
@@ -260,17 +260,22 @@ def test_a_request_that_is_aborted_leaves_nothing(tmp_path: Path, hanging: threa
     until(lambda: not two.world.requests.scheduling_begins([]) and not two.world.manager.saved.host.used)  # type: ignore[union-attr]
 
 
-def test_a_flush_while_pages_are_read_gives_them_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("at", ["the first", "some part"])
+def test_a_flush_while_pages_are_read_gives_them_back(
+    at: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     one, two = Server(tmp_path), Server(tmp_path)
     tokens = one.world.tokens(100)
     one.serve(tokens)
-    go, fill = threading.Event(), StoredSegments._fill
+    go = threading.Event()
+    where, name = (StoredSegments, "_fill") if at == "the first" else (piece_reader, "fill")
+    fill = getattr(where, name)
 
-    def slow(self: StoredSegments, *args: Any) -> bool:
+    def slow(*args: Any) -> Any:
         go.wait(20)
-        return fill(self, *args)
+        return fill(*args)
 
-    monkeypatch.setattr(StoredSegments, "_fill", slow)
+    monkeypatch.setattr(where, name, slow)
     req, host = asking(tokens), two.world.manager.saved.host  # type: ignore[union-attr]
     until(lambda: bool(admitted(two.world, tokens, req)) or host.used > 0)
     two.host.reset()

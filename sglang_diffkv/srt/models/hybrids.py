@@ -12,15 +12,24 @@ from typing import Any
 from sglang_diffkv.config import read_config
 from sglang_diffkv.errors import UnsupportedError
 from sglang_diffkv.releases import seen_on_gpu
-from sglang_diffkv.srt.models.speculation import CHAIN, MODEL_CHAIN, drafts_by_model, drafts_of, drafts_trees
+from sglang_diffkv.srt.models.speculation import (
+    CHAIN,
+    MODEL_CHAIN,
+    drafts_by_model,
+    drafts_by_own_layer,
+    drafts_of,
+    drafts_trees,
+)
 from sglang_diffkv.srt.versions import compat
 from sglang_diffkv.srt.versions.places import sglang_class
 
 MIB = 1 << 20
 STATES_GPU_VERSIONS = seen_on_gpu("states")
 """Versions of SGLang with which such models gave stock's tokens on a GPU, but for roundings."""
+DELTA_GPU_VERSIONS = seen_on_gpu("states of a gated delta rule")
+"""Versions with which those of Qwen3-Next's kind did, and no others."""
 DRAFTS_GPU_VERSIONS = seen_on_gpu("drafts beside states")
-"""Versions of SGLang with which they did with drafts."""
+"""Versions with which these did with drafts of their own layer."""
 
 
 def paged_layers(configurator: Any) -> tuple[int, ...]:
@@ -60,9 +69,15 @@ def hybrid_problems(configurator: Any) -> Iterator[str]:
         yield "layers with states, with which CUDA graphs of prompts were not tried; add --disable-prefill-cuda-graph"
     if getattr(configurator.model_config.hf_text_config, "indexer_n_heads", None) is not None:
         yield "sparse attention with an index of its own"
-    if compat.sglang_version() not in STATES_GPU_VERSIONS:
+    known = (*STATES_GPU_VERSIONS, *(DELTA_GPU_VERSIONS if _has_delta_rule(configurator) else ()))
+    if compat.sglang_version() not in known:
         what = f"layers with states, of SGLang {compat.sglang_version()},"
         yield from compat.untried_on_a_gpu(configurator.device, what, "use another --attention-backend")
+
+
+def _has_delta_rule(configurator: Any) -> bool:
+    """Whether its states are those of a gated delta rule: Qwen3-Next, Qwen3.5."""
+    return hasattr(configurator.mambaish_config, "linear_num_value_heads")
 
 
 def _with_drafts(configurator: Any, args: Any) -> Iterator[str]:
@@ -70,7 +85,7 @@ def _with_drafts(configurator: Any, args: Any) -> Iterator[str]:
     one behind the last that was accepted."""
     if not drafts_of(args):
         return
-    if not hasattr(configurator.mambaish_config, "linear_num_value_heads"):
+    if not _has_delta_rule(configurator):
         yield (
             "states other than those of a gated delta rule (Qwen3-Next, Qwen3.5), which were not tried with drafts; "
             "drop --speculative-algorithm"
@@ -85,8 +100,8 @@ def _with_drafts(configurator: Any, args: Any) -> Iterator[str]:
             "drafts beside layers with states on a CPU, where this SGLang has no room for the states behind drafts; "
             "drop --speculative-algorithm, or install a later SGLang"
         )
-    if compat.sglang_version() not in DRAFTS_GPU_VERSIONS or not drafts_by_model(args):
-        of = "drafts" if drafts_by_model(args) else "n-grams"
+    if compat.sglang_version() not in DRAFTS_GPU_VERSIONS or not drafts_by_own_layer(args):
+        of = "drafts of the model's own layer" if drafts_by_own_layer(args) else "other drafts than its own layer's"
         what = f"{of} beside layers with states, of SGLang {compat.sglang_version()},"
         yield from compat.untried_on_a_gpu(configurator.device, what, "drop --speculative-algorithm")
 

@@ -33,8 +33,8 @@ USUAL_DRAFTS = 12
 """SGLang's number where none is given."""
 TREES_GPU_VERSIONS = seen_on_gpu("trees of a model's drafts")
 """Versions of SGLang with which trees of a model's drafts did."""
-TREES_SEEN_ON_A_GPU = ("EAGLE", "EAGLE3", "NEXTN")
-"""Algorithms whose trees did. They share SGLang's worker; that of STANDALONE has another draft model."""
+TREES_SEEN_ON_A_GPU = ("EAGLE",)
+"""Algorithms whose trees did."""
 MOST_DRAFTS = 16
 """Tokens that a pass verifies of a request at most in a chain, or on a path of a tree."""
 
@@ -47,6 +47,12 @@ def algorithm_of(args: Any) -> str:
 def drafts_by_model(args: Any) -> bool:
     """Whether a model makes the drafts."""
     return algorithm_of(args) in OF_A_MODEL
+
+
+def drafts_by_own_layer(args: Any) -> bool:
+    """Whether a layer that comes with the model itself makes the drafts, which SGLang calls EAGLE then."""
+    draft = getattr(args, "speculative_draft_model_path", None)
+    return algorithm_of(args) in ("NEXTN", "EAGLE") and draft in (None, "", getattr(args, "model_path", None))
 
 
 def drafts_of(args: Any) -> int:
