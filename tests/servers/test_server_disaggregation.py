@@ -8,15 +8,18 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
+from pathlib import Path
 from typing import Any
 
 import pytest
+import requests
 
 from sglang_diffkv.mem_pool.row_transfer import SET_ASIDE_SECONDS
 from sglang_diffkv.srt.versions import compat
 from tests.helpers import until
 from tests.servers.pair import Pair, request
 from tests.servers.router import LEAVES, LOST, WHOLE, Asked, Downtime, ask, kill, start_again
+from tests.servers.sglang_router import needs_router, router
 from tests.servers.shared import STRICT, SharedServer, check_idle, stats_of
 
 pytestmark = [
@@ -74,6 +77,28 @@ def test_two_servers_give_the_tokens_of_one(name: str, pairs: dict[str, Pair], s
     assert replies == [one.generate(request(x, 24))["output_ids"] for x in PROMPTS]
     sent, received = (stats_of(server)["transfer"] for server in (two.prefill, two.decode))
     assert (sent["sent"], received["received"]) == (len(PROMPTS), len(PROMPTS))
+    settled(two)
+
+
+@needs_router
+def test_sglang_s_router_asks_both_servers(pairs: dict[str, Pair], shared_server: SharedServer, tmp_path: Path) -> None:
+    """Of many requests at once, and of one whose client leaves."""
+    two, new = pairs["default"], 24
+    args = ["--pd-disaggregation", "--prefill", two.prefill.url, str(two.bootstrap.number), "--decode", two.decode.url]
+    with router(args, 2, tmp_path / "router.log") as url, ThreadPoolExecutor(8) as threads:
+
+        def ask(tokens: list[int]) -> list[int]:
+            response = requests.post(f"{url}/generate", json=request(tokens, new), timeout=120)
+            response.raise_for_status()
+            return list(response.json()["output_ids"])
+
+        alone = [ask(x) for x in PROMPTS]
+        with pytest.raises(requests.Timeout):
+            requests.post(f"{url}/generate", json=request(PROMPTS[2], 2000), timeout=1)
+        together = list(threads.map(ask, [prompt(40 + k, 70 + k) for k in range(16)]))
+    assert {len(x) for x in together} == {new}
+    one = shared_server.get("diffkv", ROOMY, config=DEFAULT, env=STRICT)
+    assert alone == [one.generate(request(x, new))["output_ids"] for x in PROMPTS]
     settled(two)
 
 

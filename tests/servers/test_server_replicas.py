@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import importlib.util
-import subprocess
-import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +12,9 @@ import pytest
 import requests
 
 from benchmarks.paths import NANO
-from sglang_diffkv.evaluate.ports import Port
 from sglang_diffkv.evaluate.server import Server
-from tests.servers.shared import START_TIMEOUT, STRICT, check_idle, tokens
+from tests.servers.sglang_router import needs_router, router
+from tests.servers.shared import STRICT, check_idle, tokens
 
 pytestmark = [pytest.mark.server, pytest.mark.full, pytest.mark.timeout(1800)]
 
@@ -55,40 +51,7 @@ def test_each_replica_has_a_prefix_cache_of_its_own(server_of: Callable[..., Ser
     assert [x["diffkv"]["pages_used"] for x in server.server_info()["internal_states"]] == [0, 0]
 
 
-@contextmanager
-def _router(servers: list[Server], log_path: Path) -> Iterator[str]:
-    """SGLang's router with its cache-aware policy in front of servers; its address."""
-    ports = Port(), Port()
-    url = f"http://127.0.0.1:{ports[0].number}"
-    command = [sys.executable, "-m", "sglang_router.launch_router", "--host", "127.0.0.1", "--policy", "cache_aware"]
-    command += ["--port", str(ports[0].number), "--prometheus-port", str(ports[1].number)]
-    command += ["--worker-urls", *(x.url for x in servers)]
-    with log_path.open("wb") as log:
-        process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT)
-    try:
-        deadline = time.monotonic() + START_TIMEOUT
-        while not _ready(url, len(servers)):
-            assert process.poll() is None and time.monotonic() < deadline, log_path.read_text()
-            time.sleep(0.2)
-        yield url
-    finally:
-        process.terminate()
-        try:
-            process.wait(15)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
-
-
-def _ready(url: str, workers: int) -> bool:
-    try:
-        found = requests.get(f"{url}/workers", timeout=5).json()["workers"]
-    except (requests.RequestException, KeyError):
-        return False
-    return sum(x["is_healthy"] for x in found) == workers
-
-
-@pytest.mark.skipif(importlib.util.find_spec("sglang_router") is None, reason="the package sglang-router is missing")
+@needs_router
 def test_the_router_sends_a_prompt_to_the_server_that_has_its_prefix(tmp_path: Path) -> None:
     """Of two families that come side by side each goes to one server, which finds it; the replies are that server's.
     A prefix that no server has goes to the one with fewest requests, so the second family finds the first running."""
@@ -101,7 +64,8 @@ def test_the_router_sends_a_prompt_to_the_server_that_has_its_prefix(tmp_path: P
         return reply.json()
 
     with servers[0], servers[1]:
-        with _router(servers, tmp_path / "router.log") as url, ThreadPoolExecutor(FAMILIES) as pool:
+        args = ["--policy", "cache_aware", "--worker-urls", *(x.url for x in servers)]
+        with router(args, 2, tmp_path / "router.log") as url, ThreadPoolExecutor(FAMILIES) as pool:
             turns = zip(*map(_prompts, range(FAMILIES)), strict=True)
             asked = [list(pool.map(ask, [url] * FAMILIES, turn, (0.0, 0.3))) for turn in turns]
         replies = list(zip(*asked, strict=True))

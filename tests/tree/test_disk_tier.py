@@ -261,9 +261,7 @@ def test_a_request_that_is_aborted_leaves_nothing(tmp_path: Path, hanging: threa
 
 
 @pytest.mark.parametrize("at", ["the first", "some part"])
-def test_a_flush_while_pages_are_read_gives_them_back(
-    at: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_flush_while_pages_are_read_gives_them_back(at: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     one, two = Server(tmp_path), Server(tmp_path)
     tokens = one.world.tokens(100)
     one.serve(tokens)
