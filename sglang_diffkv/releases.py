@@ -60,8 +60,8 @@ class Release:
         release_needs_arguments: giving up a request takes the server's arguments.
         canary_on_cpu: the KV canary has code for devices other than CUDA's.
         disaggregation: one server may compute prompts and another go on with them.
-        transfer_reasons: a prefill server can tell the other one why a prompt does not come; a retracted request has a
-            field for what is kept of it.
+        transfer_reasons: a prefill server has one call for a prompt that does not come, with a reason, which Mooncake
+            does not carry; a retracted request has a field for what is kept of it.
     """
 
     version: str
