@@ -45,9 +45,11 @@ class PieceReader:
     def _begin(self) -> None:
         """Start the threads, if there are none yet: some stores never need them."""
         with self._start:
-            for _ in range(0 if self._started else THREADS):
-                threading.Thread(target=self._read_all, name="diffkv-read", daemon=True).start()
+            if self._started:
+                return
             self._started = True
+            for _ in range(THREADS):
+                threading.Thread(target=self._read_all, name="diffkv-read", daemon=True).start()
 
     def _read_all(self) -> None:
         while True:

@@ -82,10 +82,12 @@ def prefill_exceeds(original: Any, self: Any, req: Any) -> bool:
 
 def abort_sender(original: Any, self: Any) -> None:
     """SGLang tells nobody of it."""
-    writes = disaggregation.is_being_written(self)
+    if not disaggregation.speaks_of_rows(self.kv_mgr.kv_cache_dtype_str):
+        original(self)
+        return
+    after = WRITTEN_SECONDS if disaggregation.is_being_written(self) else 0.0
     original(self)
-    if disaggregation.speaks_of_rows(self.kv_mgr.kv_cache_dtype_str):
-        _rooms(self.kv_mgr).give_up(self.bootstrap_room, after=WRITTEN_SECONDS if writes else 0.0)
+    _rooms(self.kv_mgr).give_up(self.bootstrap_room, after)
 
 
 def abort_request(original: Any, self: Any, recv_req: Any) -> None:

@@ -93,7 +93,8 @@ class Receiving:
         wanted = self.imports.get(req)
         if wanted is None:
             return True
-        self.transfer.look(wanted, disaggregation.name_of(req))
+        if wanted.reading is None:
+            self.transfer.look(wanted, disaggregation.name_of(req))
         assert wanted.reading is not None
         if not wanted.looked:
             return False

@@ -73,18 +73,24 @@ def waits_for(queue: Any, room: int) -> bool:
     return any(entry.req.bootstrap_room == room for entry in [*queue.queue, *coming.queue, *ended])
 
 
-def expected_tokens(req: Any) -> int:
-    """Tokens of a prompt that another server computes. After a pause for new weights these are generated ones too."""
+def _prompt_that_goes(req: Any) -> tuple[Any, ...]:
+    """Token ids of a prompt that another server computes; after a pause for new weights generated ones too."""
     again = getattr(req, "pd_rebootstrap_in_progress", False)
-    return len(req.origin_input_ids) + (len(req.output_ids) if again else 0)
+    return (req.origin_input_ids, req.output_ids) if again else (req.origin_input_ids,)
+
+
+def expected_tokens(req: Any) -> int:
+    """Tokens of a prompt that another server computes."""
+    return sum(map(len, _prompt_that_goes(req)))
 
 
 def name_of(req: Any) -> str:
     """What both servers call a request: by its number, which its client has chosen and another request may have, and a
     digest of the tokens of the prompt that goes."""
-    again = getattr(req, "pd_rebootstrap_in_progress", False)
-    tokens = np.array([*req.origin_input_ids, *(req.output_ids if again else ())], dtype="<i8")
-    return f"{req.bootstrap_room} {hashlib.blake2b(tokens.tobytes(), digest_size=16).hexdigest()}"
+    running = hashlib.blake2b(digest_size=16)
+    for ids in _prompt_that_goes(req):
+        running.update(np.asarray(ids, dtype="<i8").tobytes())
+    return f"{req.bootstrap_room} {running.hexdigest()}"
 
 
 def was_kept(req: Any) -> bool:
