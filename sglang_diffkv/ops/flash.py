@@ -8,13 +8,17 @@ from typing import Any
 
 import torch
 
-from sglang_diffkv.kernels.device import capability_of
+from sglang_diffkv.kernels.device import capability_of, processors_of
 from sglang_diffkv.layout.transfer import to_device
 from sglang_diffkv.ops.base import Scaling, Step
 
 HEAD_DIMS = (64, 128)
 """With which it was seen to be right; it has others."""
 LOG2E = math.log2(math.e)
+TILE = 128
+"""Queries of a KV head, all its query heads counted, that a multiprocessor attends with at a time."""
+ONE, AS_IT_FINDS = 1, 0
+"""Parts that keys are split into, as ``num_splits`` takes them."""
 
 
 def attention_function() -> Callable[..., Any] | None:
@@ -38,6 +42,8 @@ class FlashPrefill:
         self._attend = function
         self._ends: tuple[torch.Tensor, torch.Tensor] | None = None
         self._longest = (0, 0)
+        self._counts: Sequence[int] = ()
+        self._parts: dict[torch.Size, int] = {}
 
     @staticmethod
     def obstacle(
@@ -65,6 +71,7 @@ class FlashPrefill:
         """As ``RaggedPrefill.plan``; nothing waits for the device."""
         key_lens = step.counts if step.whole is None else step.whole.lens
         self._longest = max(step.counts), max(key_lens)
+        self._counts, self._parts = step.counts, {}
         self._ends = None
         if len(step.counts) > 1:  # a single request needs no table of ends, nor the launch that reads it
             ends = torch.tensor([(0, *step.counts), (0, *key_lens)]).cumsum(1)
@@ -77,7 +84,20 @@ class FlashPrefill:
         """As ``RaggedPrefill.run``."""
         lens, alone = (*(self._ends or (None, None)), *self._longest), self._ends is None
         tensors = (x.unsqueeze(0) if alone else x for x in (q, key, value))
-        out, norm, *_ = self._attend(*tensors, *lens, softmax_scale=scaling.scale, causal=True, return_softmax_lse=True)
+        out, norm, *_ = self._attend(
+            *tensors, *lens, softmax_scale=scaling.scale, causal=True, return_softmax_lse=True,
+            num_splits=self._key_parts(q, key),
+        )  # fmt: skip
         if alone:
             out, norm = out.squeeze(0), norm.squeeze(0)
         return out, norm.t() if lse else None  # from [Hq, tokens], base e
+
+    def _key_parts(self, q: torch.Tensor, key: torch.Tensor) -> int:
+        """Few new tokens behind many others leave most of a GPU without work, unless their keys are split. Where new
+        tokens are many, it is slower with the choice left to it than with one part."""
+        parts = self._parts.get(q.shape)
+        if parts is None:
+            heads = key.shape[1]
+            tiles = heads * sum(-(-count * (q.shape[1] // heads) // TILE) for count in self._counts)
+            parts = self._parts[q.shape] = AS_IT_FINDS if 2 * tiles <= processors_of(q.device) else ONE
+        return parts

@@ -191,6 +191,30 @@ def test_flash_attention_gets_a_pass_s_requests(monkeypatch, prefixes):
 
 
 @pytest.mark.parametrize(
+    ("counts", "heads", "parts"),
+    [([1], 8, 0), ([256], 8, 0), ([257], 8, 1), ([512], 4, 0), ([8192], 8, 1), ([24] * 8, 8, 0), ([24] * 9, 8, 1)],
+)
+def test_keys_are_split_where_queries_are_few(monkeypatch, counts, heads, parts):
+    """At most half of 132 multiprocessors would have work. What is known of a pass is not of the next one."""
+    asked = []
+
+    def attend(q, k, v, *ends, num_splits, **more):
+        asked.append(num_splits)
+        return q, q.new_zeros(q.shape[:-1]).mT if q.dim() == 4 else q.new_zeros(q.shape[:-1]).t()
+
+    monkeypatch.setattr(flash, "attention_function", lambda: attend)
+    monkeypatch.setattr(flash, "processors_of", lambda device: 132)
+    library = flash.FlashPrefill()
+    for each in (counts, [8192], counts):
+        step = Step.extend(torch.arange(len(each)), torch.zeros(len(each)), torch.tensor(each), [0] * len(each), each)
+        library.plan(step)
+        q, key = (torch.zeros(sum(each), n, 64, dtype=torch.bfloat16) for n in (4 * heads, heads))
+        for _ in range(2):
+            library.run(q, key, key, PLAIN)
+    assert asked == [parts, parts, 1, 1, parts, parts]
+
+
+@pytest.mark.parametrize(
     ("case", "reason"),
     [
         ({}, ""),
