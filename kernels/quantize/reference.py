@@ -1,12 +1,16 @@
 """Per-vector asymmetric quantisation with bit packing (DiffKV, section 4; LeanKV, section 4).
 
-``Q = round((x - z) / s)`` with ``z = min(x)`` and ``s = (max(x) - min(x)) / (2^bits - 1)``, both kept in
-fp16 and used in their rounded form on both sides. At 1 to 3 bits, unlike in the papers, the outermost codes stand for
-numbers inside the extremes (``COVERED``), and what lies beyond is clipped. With few codes a smaller step gains more
-than the extremes lose. That alone would make every vector shorter. Attention sums over many tokens: errors that differ
-from token to token average out there, an error that all have in common does not. So the step is then made wider by a
-*gain*. With it a vector and its stored form are equally long in the vector's direction, both taken from the middle of
-the vector's range: ``sum u w = sum u u``.
+``Q = round((x - z) / s)``, with ``s`` and ``z`` kept in fp16 and used in their rounded form on both sides. At 6 to 8
+bits ``z = min(x)`` and ``s = (max(x) - min(x)) / (2^bits - 1)``, as in the papers. At 1 to 5 bits the outermost codes
+stand for numbers inside the extremes, and what lies beyond is clipped: with few codes a smaller step gains more than
+the extremes lose. How far inside each end lies is chosen for each vector, among ``CUTS``, by the sum of squared errors.
+
+That alone would make every vector shorter. Attention sums over many tokens: errors that differ from token to token
+average out there, an error that all have in common does not. So the step is then made wider by a *gain*. With it a
+vector and its stored form are equally long in the vector's direction, both taken from the middle of the chosen range:
+``sum u w = sum u u``.
+
+Ends and gain are found from whole numbers, ``UNITS`` to a vector's range. So any order of summing finds the same.
 
 Packing is dense for any number of bits: with ``b`` bits and ``d`` elements a vector takes ``d * b / 8`` bytes.
 
@@ -26,17 +30,35 @@ from __future__ import annotations
 
 import torch
 
-COVERED = {1: 0.375, 2: 0.75, 3: 0.875, **dict.fromkeys(range(4, 9), 1.0)}
-"""Share of a vector's range, about its middle, between the numbers of its outermost codes before the gain, by bits."""
+UNITS = 1024
+"""Of a vector's range. Where the codes have an odd number of units, no code lies midway between two units, and no unit
+midway between two codes. Squared errors of 256 elements add up to less than 2^24: float32 has them exactly."""
+CUTS = {
+    1: (320,), 2: (52, 102, 154, 204), 3: (0, 46, 92, 138), 4: (0, 30, 62, 92), 5: (0, 20, 40, 62),
+    **dict.fromkeys(range(6, 9), (0,)),
+}  # fmt: skip
+"""By bits, how many units the outermost codes may lie inside an extreme, before the gain: even numbers."""
+FIRST = {2: 154, 3: 46, 4: 30, 5: 20}
+"""Of ``CUTS``, the upper end's while the lower end's is looked for, by bits that have a choice."""
 LEAST_GAIN = 0.5
-"""Of a vector that clipping made longer; the most is where the outermost codes reach the extremes."""
+"""Of a vector that clipping made longer; the most is ``most_gain``."""
 LARGEST = 1e38
-"""Sums of squares from here on are not compared: float32 ends soon after."""
+"""Vectors of a wider range are not clipped: float32 ends soon after."""
 
 
-def covered(bits: int, source_bits: int = 16) -> float:
-    """``COVERED`` for numbers that were stored in ``source_bits``; codes of the same width are not clipped again."""
-    return 1.0 if bits == source_bits else COVERED[bits]
+def cuts(bits: int, source_bits: int = 16) -> tuple[int, ...]:
+    """``CUTS`` for numbers that were stored in ``source_bits``; codes of the same width are not clipped again."""
+    return (0,) if bits == source_bits else CUTS[bits]
+
+
+def first_cut(bits: int) -> int:
+    """The upper end's, while the lower end's is looked for."""
+    return FIRST[bits] if bits in FIRST else CUTS[bits][0]
+
+
+def most_gain(bits: int) -> float:
+    """With which the narrowest range reaches the extremes."""
+    return UNITS / (UNITS - 2 * CUTS[bits][-1])
 
 
 def grain(bits: int) -> int:
@@ -105,25 +127,71 @@ def quantize(x: torch.Tensor, bits: int, source_bits: int = 16) -> tuple[torch.T
     low, high = x.amin(-1, keepdim=True), x.amax(-1, keepdim=True)
     levels = (1 << bits) - 1
     limit = torch.finfo(torch.float16).max
-    share = covered(bits, source_bits)
+    clipped = cuts(bits, source_bits) != (0,)
     divisor = torch.full_like(low, levels)  # a number would be multiplied by its reciprocal on a GPU
-    scale = ((high - low) * share / divisor).clamp(max=limit).half()
-    step, start = scale.float(), low.clamp(-limit, limit)
-    if share < 1:
-        start += (high.clamp(-limit, limit) - start - step * levels) / 2
-        start = start.clamp(-limit, limit)
-    zero = start.half()
+    if clipped:
+        units, known = in_units(x, low, high)
+        below, above = chosen_ends(units, bits)
+        share = (UNITS - below - above) / UNITS
+        scale = ((high - low) * share / divisor).clamp(max=limit).half()
+        bottom, top = low.clamp(-limit, limit), high.clamp(-limit, limit)
+        aside = (top - bottom) * (below - above) / (2 * UNITS)
+        start = (bottom + top) / 2 + aside - scale.float() * levels / 2
+        zero = start.clamp(-limit, limit).half()
+    else:
+        scale = ((high - low) / divisor).clamp(max=limit).half()
+        zero = low.clamp(-limit, limit).half()
+    step = scale.float()
     codes = torch.where(step > 0, (x - zero.float()) / step, torch.zeros_like(x))
     codes = codes.round().clamp(0, levels)
-    if share < 1:
-        middle = (low + high) / 2
-        away, stored = x - middle, codes * step + zero.float() - middle
-        square, product = (away * away).sum(-1, keepdim=True), (away * stored).sum(-1, keepdim=True)
-        known = (product > 0) & (square < LARGEST)
-        gain = torch.where(known, square / product, torch.ones_like(square)).clamp(LEAST_GAIN, 1.0 / share)
-        scale = (step * gain).clamp(max=limit).half()
-        zero = (middle - scale.float() * levels / 2).clamp(-limit, limit).half()
+    if clipped:
+        away = units - (UNITS + below - above) / 2
+        square, product = ((away * y).long().sum(-1, keepdim=True).float() for y in (away, 2 * codes - levels))
+        equal = (high - low) * (square / product) * (2 / UNITS)
+        equal = torch.where(known & (product > 0), equal, step)
+        equal = equal.clamp(min=step * LEAST_GAIN, max=step * most_gain(bits))
+        scale = equal.clamp(max=limit).half()
+        zero = ((low + high) / 2 + aside - scale.float() * levels / 2).clamp(-limit, limit).half()
     return pack(codes.to(torch.uint8), bits), torch.cat([scale, zero], dim=-1)
+
+
+def in_units(x: torch.Tensor, low: torch.Tensor, high: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Elements [..., dim] float32 as whole numbers of ``UNITS`` from ``low`` to ``high`` [..., 1]; all 0 where there is
+    no range, or one too wide for float32. Which [..., 1] have one."""
+    span = high - low
+    known = (span > 0) & (span < LARGEST)
+    share = torch.where(known, (x - low) / torch.where(known, span, torch.ones_like(span)), torch.zeros_like(x))
+    return (share * UNITS).round(), known
+
+
+def chosen_ends(units: torch.Tensor, bits: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Units [..., 1] float32 that the outermost codes lie above the least, and below the largest, of elements ``units``
+    [..., dim]. First the lower end is looked for, then the upper; of equal errors the first counts."""
+    first = first_cut(bits)
+    like = units[..., :1]
+    below, above = torch.full_like(like, CUTS[bits][0]), torch.full_like(like, first)
+    if len(CUTS[bits]) == 1:
+        return below, above
+    least = _squared_units(units, below, above, bits)
+    for cut in CUTS[bits][1:]:
+        tried = torch.full_like(like, cut)
+        found = _squared_units(units, tried, above, bits)
+        below, least = torch.where(found < least, tried, below), torch.minimum(found, least)
+    for cut in CUTS[bits]:
+        if cut != first:
+            tried = torch.full_like(like, cut)
+            found = _squared_units(units, below, tried, bits)
+            above, least = torch.where(found < least, tried, above), torch.minimum(found, least)
+    return below, above
+
+
+def _squared_units(units: torch.Tensor, below: torch.Tensor, above: torch.Tensor, bits: int) -> torch.Tensor:
+    """[..., 1] sums of squared errors of elements in ``units`` [..., dim], whole numbers from 0."""
+    width = UNITS - 1 - below - above
+    levels = torch.full_like(width, (1 << bits) - 1)
+    codes = ((units - below) * (levels / width)).clamp(min=0).minimum(levels).round()
+    error = units - below - (codes * (width / levels)).round()
+    return (error * error).sum(-1, keepdim=True)
 
 
 def dequantize(packed: torch.Tensor, meta: torch.Tensor, bits: int) -> torch.Tensor:

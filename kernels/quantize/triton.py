@@ -4,17 +4,30 @@ import triton
 import triton.language as tl
 
 from sglang_diffkv.kernels.quantize import reference
-from sglang_diffkv.kernels.quantize.reference import covered
 from sglang_diffkv.kernels.triton_table import padded
 
 HALF_MAX = tl.constexpr(65504.0)
+UNITS = tl.constexpr(reference.UNITS * 1.0)
 LARGEST, LEAST_GAIN = tl.constexpr(reference.LARGEST), tl.constexpr(reference.LEAST_GAIN)
 ROUND = tl.constexpr(8388608.0)
 """Adding and subtracting 2^23 rounds a float32 in [0, 2^22] to the nearest integer, ties to even."""
 
-covered_share = triton.constexpr_function(covered)
-"""At compile time, where a function must not call a plain one. So are the two that follow."""
 grain_of, widths_of = map(triton.constexpr_function, (reference.grain, reference.slices))
+"""At compile time, where a function must not call a plain one. So are those that follow."""
+cuts_of, first_cut_of = map(triton.constexpr_function, (reference.cuts, reference.first_cut))
+most_gain_of = triton.constexpr_function(reference.most_gain)
+
+
+@triton.constexpr_function
+def count_cuts(bits, source_bits):
+    """Cuts that an end of a vector's range may have."""
+    return len(cuts_of(bits, source_bits))
+
+
+@triton.constexpr_function
+def cut_of(bits, source_bits, number):
+    """One of them, in units."""
+    return cuts_of(bits, source_bits)[number] * 1.0
 
 
 @triton.constexpr_function
@@ -63,13 +76,22 @@ def quantize_groups(x, inside, BITS: tl.constexpr, SOURCE_BITS: tl.constexpr = 1
     low = tl.min(tl.min(tl.where(inside, x, float("inf")), 2), 1)
     high = tl.max(tl.max(tl.where(inside, x, float("-inf")), 2), 1)
     levels: tl.constexpr = (1 << BITS) - 1
-    share: tl.constexpr = covered_share(BITS, SOURCE_BITS)
-    scale = tl.minimum(tl.div_rn((high - low) * share, levels * 1.0), HALF_MAX).to(tl.float16)
+    clipped: tl.constexpr = count_cuts(BITS, SOURCE_BITS) > 1 or cut_of(BITS, SOURCE_BITS, 0) > 0
     start = tl.minimum(tl.maximum(low, -HALF_MAX), HALF_MAX)
-    if share < 1:
+    if clipped:
+        span = high - low
+        known = (span > 0) & (span < LARGEST)
+        units = tl.div_rn(x - low[:, None, None], tl.where(known, span, 1.0)[:, None, None])
+        units = (tl.where(inside & known[:, None, None], units, 0.0) * UNITS + ROUND) - ROUND
+        below, above = chosen_ends(units, inside, low, BITS, SOURCE_BITS)
+        share = 1.0 - (below + above) * (1.0 / UNITS)
+        scale = tl.minimum(tl.div_rn(span * share, levels * 1.0), HALF_MAX).to(tl.float16)
         top = tl.minimum(tl.maximum(high, -HALF_MAX), HALF_MAX)
-        start += (top - start - scale.to(tl.float32) * levels) / 2
+        aside = (top - start) * (below - above) * (0.5 / UNITS)  # a power of two: rounded once, whatever is fused
+        start = (start + top) / 2 + aside - scale.to(tl.float32) * (levels * 0.5)
         start = tl.minimum(tl.maximum(start, -HALF_MAX), HALF_MAX)
+    else:
+        scale = tl.minimum(tl.div_rn(high - low, levels * 1.0), HALF_MAX).to(tl.float16)
     zero = start.to(tl.float16)
     step = scale.to(tl.float32)[:, None, None]
     shifted = x - zero.to(tl.float32)[:, None, None]
@@ -77,22 +99,65 @@ def quantize_groups(x, inside, BITS: tl.constexpr, SOURCE_BITS: tl.constexpr = 1
     level = tl.where(inside & (step > 0), tl.minimum(tl.maximum(level, 0.0), levels * 1.0), 0.0)
     level = (level + ROUND) - ROUND
     codes = level.to(tl.int32)
-    if share < 1:
-        middle = (low + high) / 2
-        away = tl.where(inside, x - middle[:, None, None], 0.0)
-        stored = level * step + (zero.to(tl.float32) - middle)[:, None, None]
-        square = tl.sum(tl.sum(away * away, 2), 1)
-        product = tl.sum(tl.sum(away * stored, 2), 1)
-        known = (product > 0) & (square < LARGEST)
-        gain = tl.where(known, tl.div_rn(square, tl.where(known, product, 1.0)), 1.0)
-        gain = tl.minimum(tl.maximum(gain, LEAST_GAIN), 1.0 / share)
-        scale = tl.minimum(scale.to(tl.float32) * gain, HALF_MAX).to(tl.float16)
-        start = middle - scale.to(tl.float32) * levels / 2
+    if clipped:
+        away = units - ((below - above + UNITS) * 0.5)[:, None, None]
+        square = whole_sum(away * away, inside)
+        product = whole_sum(away * (2.0 * level - levels), inside)
+        step = scale.to(tl.float32)
+        known = known & (product > 0)
+        equal = tl.where(known, span * tl.div_rn(square, tl.where(known, product, 1.0)) * (2.0 / UNITS), step)
+        equal = tl.minimum(tl.maximum(equal, step * LEAST_GAIN), step * most_gain_of(BITS))
+        scale = tl.minimum(equal, HALF_MAX).to(tl.float16)
+        start = (low + high) / 2 + aside - scale.to(tl.float32) * (levels * 0.5)
         zero = tl.minimum(tl.maximum(start, -HALF_MAX), HALF_MAX).to(tl.float16)
     packed = packed_slices(codes, BITS)
     scale_bits = scale.to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF
     zero_bits = zero.to(tl.int16, bitcast=True).to(tl.int32)
     return packed, scale_bits | (zero_bits << 16)
+
+
+@triton.jit
+def chosen_ends(units, inside, like, BITS: tl.constexpr, SOURCE_BITS: tl.constexpr):
+    """Units, of the shape of ``like`` [R], that the outermost codes lie above the least and below the largest of
+    elements in ``units`` [R, groups, WP]."""
+    count: tl.constexpr = count_cuts(BITS, SOURCE_BITS)
+    first: tl.constexpr = first_cut_of(BITS) * 1.0
+    below = tl.full(like.shape, cut_of(BITS, SOURCE_BITS, 0), tl.float32)
+    above = tl.full(like.shape, first, tl.float32)
+    if count > 1:
+        least = squared_units(units, inside, below, above, BITS)
+        for number in tl.static_range(1, count):
+            tried = tl.full(like.shape, cut_of(BITS, SOURCE_BITS, number), tl.float32)
+            found = squared_units(units, inside, tried, above, BITS)
+            below = tl.where(found < least, tried, below)
+            least = tl.minimum(found, least)
+        for number in tl.static_range(count):
+            if cut_of(BITS, SOURCE_BITS, number) != first:
+                tried = tl.full(like.shape, cut_of(BITS, SOURCE_BITS, number), tl.float32)
+                found = squared_units(units, inside, below, tried, BITS)
+                above = tl.where(found < least, tried, above)
+                least = tl.minimum(found, least)
+    return below, above
+
+
+@triton.jit
+def whole_sum(x, inside):
+    """[R] float32, of whole numbers x [R, groups, WP]."""
+    return tl.sum(tl.sum(tl.where(inside, x, 0.0).to(tl.int32), 2), 1).to(tl.float32)
+
+
+@triton.jit
+def squared_units(units, inside, below, above, BITS: tl.constexpr):
+    """[R] sums of squared errors of elements in ``units`` [R, groups, WP]. Whole numbers, so that it does not matter
+    how they are summed, nor whether a product and a sum are rounded once or twice."""
+    levels: tl.constexpr = (1 << BITS) - 1.0
+    width = (UNITS - 1.0) - (below + above)
+    there = units - below[:, None, None]
+    level = there * tl.div_rn(tl.full(width.shape, levels, tl.float32), width)[:, None, None]
+    level = (tl.minimum(tl.maximum(level, 0.0), levels) + ROUND) - ROUND
+    back = (level * tl.div_rn(width, tl.full(width.shape, levels, tl.float32))[:, None, None] + ROUND) - ROUND
+    error = tl.where(inside, there - back, 0.0)
+    return tl.sum(tl.sum(error * error, 2), 1)
 
 
 @triton.jit

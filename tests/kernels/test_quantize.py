@@ -7,7 +7,21 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sglang_diffkv.kernels.quantize.reference import COVERED, covered, dequantize, pack, planes, quantize, unpack
+from sglang_diffkv.kernels.quantize.reference import (
+    CUTS,
+    FIRST,
+    UNITS,
+    chosen_ends,
+    cuts,
+    dequantize,
+    first_cut,
+    in_units,
+    most_gain,
+    pack,
+    planes,
+    quantize,
+    unpack,
+)
 from sglang_diffkv.layout.page_format import QUANTISED_BITS
 
 BITS = list(QUANTISED_BITS)
@@ -25,7 +39,9 @@ def error_bound(x: torch.Tensor, bits: int) -> torch.Tensor:
     levels = 2**bits - 1
     scale_error = (high - low) / levels * 2**-11 + TINY
     zero_error = torch.maximum(low.abs(), high.abs()) * 2**-11 + TINY
-    most = (COVERED[bits] / levels + 1 - COVERED[bits]) / 2 * (high - low)
+    cut = cuts(bits)[-1] / UNITS
+    wider = most_gain(bits) if cut else 1.0
+    most = (wider / levels / 2 + cut * wider) * (high - low)
     return most + scale_error * (levels + 1) + zero_error
 
 
@@ -112,18 +128,20 @@ def test_extremes_are_reached(bits):
     codes = unpack(packed, bits)
     assert (int(codes.min()), int(codes.max())) == (0, levels)
     scale, zero = meta.tolist()
-    assert COVERED[bits] <= scale <= 1 and zero + scale * levels / 2 == pytest.approx(levels / 2, abs=1e-3)
+    assert 1 - 2 * cuts(bits)[-1] / UNITS <= scale <= 1
+    assert zero + scale * levels / 2 == pytest.approx(levels / 2, abs=levels * cuts(bits)[-1] / UNITS / 2 + 1e-3)
 
 
 @pytest.mark.parametrize("shift", [0.0, 3.0])
-@pytest.mark.parametrize("bits", [3, 2, 1])
+@pytest.mark.parametrize("bits", range(1, 6))
 def test_clipping_makes_no_vector_shorter(bits, shift):
-    """In its own direction from the middle of its range; a mean over many vectors keeps what they have in common."""
+    """In its own direction from the middle of its codes; a mean over many vectors keeps what they have in common."""
     x = torch.randn(400, 128, generator=torch.Generator().manual_seed(bits)) + shift
-    back = dequantize(*quantize(x, bits), bits)
-    middle = (x.amin(-1, keepdim=True) + x.amax(-1, keepdim=True)) / 2
-    away = x - middle
-    assert torch.allclose((away * (back - middle)).sum(-1), away.square().sum(-1), rtol=3e-3)
+    packed, meta = quantize(x, bits)
+    scale, zero = meta.float().split(1, -1)
+    middle = zero + scale * (2**bits - 1) / 2
+    away, stored = x - middle, dequantize(packed, meta, bits) - middle
+    assert torch.allclose((away * stored).sum(-1), away.square().sum(-1), rtol=3e-3)
     common = torch.randn(128, generator=torch.Generator().manual_seed(9))
     many = common + torch.randn(4000, 128, generator=torch.Generator().manual_seed(8))
     mean = dequantize(*quantize(many, bits), bits).mean(0)
@@ -159,7 +177,7 @@ def test_requantising_is_stable(bits):
     assert (once - twice).abs().max() <= 2**-9 * x.abs().max()
 
 
-@pytest.mark.parametrize(("bits", "most"), [(3, 0.85), (2, 0.65), (1, 0.65)])
+@pytest.mark.parametrize(("bits", "most"), [(5, 0.95), (4, 0.9), (3, 0.75), (2, 0.55), (1, 0.65)])
 def test_few_codes_gain_from_clipping(bits, most):
     """The mean square error of normal numbers, the gain included, against codes from extreme to extreme."""
     x = torch.randn(200, 128, generator=torch.Generator().manual_seed(bits))
@@ -167,8 +185,49 @@ def test_few_codes_gain_from_clipping(bits, most):
     def error(source_bits: int) -> float:
         return float((dequantize(*quantize(x, bits, source_bits), bits) - x).square().mean())
 
-    assert covered(bits, bits) == 1.0
+    assert cuts(bits, bits) == (0,)
     assert error(16) < most * error(bits)
+
+
+def cut_error(x, bits, below, above):
+    """[..., 1] sums of squared errors in float64 of codes whose ends lie so many units inside the extremes."""
+    x = x.double()
+    low, high = x.amin(-1, keepdim=True), x.amax(-1, keepdim=True)
+    start, end = low + (high - low) * below / UNITS, high - (high - low) * above / UNITS
+    step = (end - start) / (2**bits - 1)
+    stored = start + ((x - start) / step).round().clamp(0, 2**bits - 1) * step
+    return (stored - x).square().sum(-1, keepdim=True)
+
+
+@pytest.mark.parametrize("dim", DIMS)
+@pytest.mark.parametrize("bits", FIRST)
+def test_each_end_is_cut_where_the_error_is_least(bits, dim):
+    """First the lower, then the upper, of a symmetric vector and of one with a long tail: against float64."""
+    generator = torch.Generator().manual_seed(dim + bits)
+    normal, first = torch.randn(200, dim, generator=generator), first_cut(bits)
+    for x in (normal, normal.exp(), -normal.exp(), 40 + normal):
+        low, high = x.amin(-1, keepdim=True), x.amax(-1, keepdim=True)
+        below, above = chosen_ends(in_units(x, low, high)[0], bits)
+        for found, tried in (
+            (cut_error(x, bits, below, first), [cut_error(x, bits, cut, first) for cut in CUTS[bits]]),
+            (cut_error(x, bits, below, above), [cut_error(x, bits, below, cut) for cut in CUTS[bits]]),
+        ):
+            more = found / torch.stack(tried).amin(0)
+            assert more.mean() < 1.01 and more.max() < 1.25, "but for what units round"
+        assert len(set(below.flatten().tolist())) > 1 and len(set(above.flatten().tolist())) > 1
+    assert below.mean() == pytest.approx(above.mean(), abs=40), "neither end comes first"
+
+
+@pytest.mark.parametrize("bits", FIRST)
+def test_errors_are_whole_numbers_that_float32_holds(bits):
+    """Else two orders of summing might choose two ends. The worst: all elements lie where most is clipped."""
+    levels = 2**bits - 1
+    most = max(CUTS[bits][-1], UNITS / levels / 2 + 1)
+    assert most**2 * max(DIMS) < 2**24
+    for below in CUTS[bits]:
+        for above in CUTS[bits]:
+            width = UNITS - 1 - below - above
+            assert width % 2 and levels % 2, "so no unit lies midway between two codes, and no code between two units"
 
 
 @pytest.mark.parametrize("bits", BITS)
