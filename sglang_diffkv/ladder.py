@@ -18,7 +18,7 @@ import torch
 from sglang_diffkv.config import DiffKVConfig
 from sglang_diffkv.key_means import AUTO
 
-FORMAT = 3
+FORMAT = 4
 """Raised where a choice of an older package is not to be used."""
 JUDGING = "judging.txt"
 """The text on which rungs are judged: one long account whose names and numbers return. Of a text in parts that know
