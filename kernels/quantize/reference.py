@@ -34,11 +34,12 @@ UNITS = 1024
 """Of a vector's range. Where the codes have an odd number of units, no code lies midway between two units, and no unit
 midway between two codes. Squared errors of 256 elements add up to less than 2^24: float32 has them exactly."""
 CUTS = {
-    1: (320,), 2: (52, 102, 154, 204), 3: (0, 46, 92, 138), 4: (0, 30, 62, 92), 5: (0, 20, 40, 62),
+    1: (320,), 2: (52, 104, 156, 208), 3: (0, 46, 92, 138), 4: (0, 30, 60, 90), 5: (0, 20, 40, 60),
     **dict.fromkeys(range(6, 9), (0,)),
 }  # fmt: skip
-"""By bits, how many units the outermost codes may lie inside an extreme, before the gain: even numbers."""
-FIRST = {2: 154, 3: 46, 4: 30, 5: 20}
+"""By bits, how many units the outermost codes may lie inside an extreme, before the gain: even numbers,
+equally far apart."""
+FIRST = {2: 156, 3: 46, 4: 30, 5: 20}
 """Of ``CUTS``, the upper end's while the lower end's is looked for, by bits that have a choice."""
 LEAST_GAIN = 0.5
 """Of a vector that clipping made longer; the most is ``most_gain``."""

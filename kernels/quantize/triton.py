@@ -125,18 +125,18 @@ def chosen_ends(units, inside, like, BITS: tl.constexpr, SOURCE_BITS: tl.constex
     below = tl.full(like.shape, cut_of(BITS, SOURCE_BITS, 0), tl.float32)
     above = tl.full(like.shape, first, tl.float32)
     if count > 1:
-        least = squared_units(units, inside, below, above, BITS)
-        for number in tl.static_range(1, count):
-            tried = tl.full(like.shape, cut_of(BITS, SOURCE_BITS, number), tl.float32)
-            found = squared_units(units, inside, tried, above, BITS)
-            below = tl.where(found < least, tried, below)
+        least = tl.full(like.shape, float("inf"), tl.float32)
+        start: tl.constexpr = cut_of(BITS, SOURCE_BITS, 0)
+        apart: tl.constexpr = cut_of(BITS, SOURCE_BITS, 1) - start
+        for number in tl.range(2 * count):  # one look in registers, not eight at once
+            look = tl.full(like.shape, 0, tl.int32) + number
+            upper = look >= count
+            cut = (look % count).to(tl.float32) * apart + start
+            found = squared_units(units, inside, tl.where(upper, below, cut), tl.where(upper, cut, above), BITS)
+            better = found < least
+            below = tl.where(better & (look < count), cut, below)
+            above = tl.where(better & upper, cut, above)
             least = tl.minimum(found, least)
-        for number in tl.static_range(count):
-            if cut_of(BITS, SOURCE_BITS, number) != first:
-                tried = tl.full(like.shape, cut_of(BITS, SOURCE_BITS, number), tl.float32)
-                found = squared_units(units, inside, below, tried, BITS)
-                above = tl.where(found < least, tried, above)
-                least = tl.minimum(found, least)
     return below, above
 
 
