@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import torch
 
-from sglang_diffkv.kernels.quantize.reference import dequantize, quantize
+from sglang_diffkv.kernels.quantize.reference import NEW, dequantize, quantize
 from sglang_diffkv.kernels.rotate.reference import NO_ROTATION, Rotation, rotated
 from sglang_diffkv.kernels.table import TABLE_BLOCK
-from sglang_diffkv.layout.page_format import RAW_BITS, Tier
+from sglang_diffkv.layout.page_format import Tier
 from sglang_diffkv.layout.state import PageState, TierView
-
-RAW = Tier(RAW_BITS, RAW_BITS)
 
 
 def write_tokens(
@@ -21,17 +19,18 @@ def write_tokens(
     value: torch.Tensor,
     score: torch.Tensor,
     position: torch.Tensor,
-    source: Tier = RAW,
+    source: Tier | None = None,
 ) -> None:
-    """Quantise and store tokens at (page, slot), each [N]; key [N, dim], value [N, v_dim] of tier ``source``. The score
-    goes nowhere where the tier has none."""
+    """Quantise and store tokens at (page, slot), each [N]; key [N, dim], value [N, v_dim] of tier ``source``, or
+    new. The score goes nowhere where the tier has none."""
     tier = view.layout.tier
+    k_source, v_source = (NEW, NEW) if source is None else (source.k_bits, source.v_bits)
     if view.key_meta is None or view.value_meta is None:
         view.keys[page, slot] = key.to(view.keys.dtype)
         view.values[page, slot] = value.to(view.values.dtype)
     else:
-        view.keys[page, slot], view.key_meta[page, slot] = quantize(key, tier.k_bits, source.k_bits)
-        view.values[page, slot], view.value_meta[page, slot] = quantize(value, tier.v_bits, source.v_bits)
+        view.keys[page, slot], view.key_meta[page, slot] = quantize(key, tier.k_bits, k_source)
+        view.values[page, slot], view.value_meta[page, slot] = quantize(value, tier.v_bits, v_source)
     if view.scores is not None:
         view.scores[page, slot] = score.float()
     view.positions[page, slot] = position.int()

@@ -1,9 +1,10 @@
 """Per-vector asymmetric quantisation with bit packing (DiffKV, section 4; LeanKV, section 4).
 
 ``Q = round((x - z) / s)``, with ``s`` and ``z`` kept in fp16 and used in their rounded form on both sides. At 6 to 8
-bits ``z = min(x)`` and ``s = (max(x) - min(x)) / (2^bits - 1)``, as in the papers. At 1 to 5 bits the outermost codes
-stand for numbers inside the extremes, and what lies beyond is clipped: with few codes a smaller step gains more than
-the extremes lose. How far inside each end lies is chosen for each vector, among ``CUTS``, by the sum of squared errors.
+bits ``z = min(x)`` and ``s = (max(x) - min(x)) / (2^bits - 1)``, as in the papers. With fewer the outermost codes may
+stand for numbers inside the extremes, and what lies beyond is clipped: a smaller step gains more than the extremes
+lose. A token that goes down to a lower tier is looked at closely: how far inside each end lies is chosen for each
+vector, among ``CUTS``, by the sum of squared errors. A new token has no time for that: ``NEW_CUT`` is for all vectors.
 
 That alone would make every vector shorter. Attention sums over many tokens: errors that differ from token to token
 average out there, an error that all have in common does not. So the step is then made wider by a *gain*. With it a
@@ -39,6 +40,10 @@ CUTS = {
 }  # fmt: skip
 """By bits, how many units the outermost codes may lie inside an extreme, before the gain: even numbers,
 equally far apart."""
+NEW = 0
+"""Bits that numbers were stored in before which were not stored."""
+NEW_CUT = {1: 320, 2: 128, 3: 64, **dict.fromkeys(range(4, 9), 0)}
+"""By bits, of both ends of what is stored for the first time."""
 FIRST = {2: 156, 3: 46, 4: 30, 5: 20}
 """Of ``CUTS``, the upper end's while the lower end's is looked for, by bits that have a choice."""
 LEAST_GAIN = 0.5
@@ -47,19 +52,22 @@ LARGEST = 1e38
 """Vectors of a wider range are not clipped: float32 ends soon after."""
 
 
-def cuts(bits: int, source_bits: int = 16) -> tuple[int, ...]:
-    """``CUTS`` for numbers that were stored in ``source_bits``; codes of the same width are not clipped again."""
+def cuts(bits: int, source_bits: int = NEW) -> tuple[int, ...]:
+    """Of an end, for numbers that were stored in ``source_bits``. Codes of the same width are not clipped again."""
+    if source_bits == NEW:
+        return (NEW_CUT[bits],)
     return (0,) if bits == source_bits else CUTS[bits]
 
 
-def first_cut(bits: int) -> int:
+def first_cut(bits: int, source_bits: int = NEW) -> int:
     """The upper end's, while the lower end's is looked for."""
-    return FIRST[bits] if bits in FIRST else CUTS[bits][0]
+    among = cuts(bits, source_bits)
+    return FIRST[bits] if len(among) > 1 else among[0]
 
 
-def most_gain(bits: int) -> float:
+def most_gain(bits: int, source_bits: int = NEW) -> float:
     """With which the narrowest range reaches the extremes."""
-    return UNITS / (UNITS - 2 * CUTS[bits][-1])
+    return UNITS / (UNITS - 2 * cuts(bits, source_bits)[-1])
 
 
 def grain(bits: int) -> int:
@@ -115,7 +123,7 @@ def unpack(packed: torch.Tensor, bits: int) -> torch.Tensor:
     return torch.cat(planes(packed, bits), dim=-1)
 
 
-def quantize(x: torch.Tensor, bits: int, source_bits: int = 16) -> tuple[torch.Tensor, torch.Tensor]:
+def quantize(x: torch.Tensor, bits: int, source_bits: int = NEW) -> tuple[torch.Tensor, torch.Tensor]:
     """Quantise vectors along the last dimension.
 
     Args:
@@ -132,7 +140,7 @@ def quantize(x: torch.Tensor, bits: int, source_bits: int = 16) -> tuple[torch.T
     divisor = torch.full_like(low, levels)  # a number would be multiplied by its reciprocal on a GPU
     if clipped:
         units, known = in_units(x, low, high)
-        below, above = chosen_ends(units, bits)
+        below, above = chosen_ends(units, bits, source_bits)
         share = (UNITS - below - above) / UNITS
         scale = ((high - low) * share / divisor).clamp(max=limit).half()
         bottom, top = low.clamp(-limit, limit), high.clamp(-limit, limit)
@@ -150,7 +158,7 @@ def quantize(x: torch.Tensor, bits: int, source_bits: int = 16) -> tuple[torch.T
         square, product = ((away * y).long().sum(-1, keepdim=True).float() for y in (away, 2 * codes - levels))
         equal = (high - low) * (square / product) * (2 / UNITS)
         equal = torch.where(known & (product > 0), equal, step)
-        equal = equal.clamp(min=step * LEAST_GAIN, max=step * most_gain(bits))
+        equal = equal.clamp(min=step * LEAST_GAIN, max=step * most_gain(bits, source_bits))
         scale = equal.clamp(max=limit).half()
         zero = ((low + high) / 2 + aside - scale.float() * levels / 2).clamp(-limit, limit).half()
     return pack(codes.to(torch.uint8), bits), torch.cat([scale, zero], dim=-1)
@@ -165,20 +173,20 @@ def in_units(x: torch.Tensor, low: torch.Tensor, high: torch.Tensor) -> tuple[to
     return (share * UNITS).round(), known
 
 
-def chosen_ends(units: torch.Tensor, bits: int) -> tuple[torch.Tensor, torch.Tensor]:
+def chosen_ends(units: torch.Tensor, bits: int, source_bits: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Units [..., 1] float32 that the outermost codes lie above the least, and below the largest, of elements ``units``
     [..., dim]. First the lower end is looked for, then the upper; of equal errors the first counts."""
-    first = first_cut(bits)
+    among, first = cuts(bits, source_bits), first_cut(bits, source_bits)
     like = units[..., :1]
-    below, above = torch.full_like(like, CUTS[bits][0]), torch.full_like(like, first)
-    if len(CUTS[bits]) == 1:
+    below, above = torch.full_like(like, among[0]), torch.full_like(like, first)
+    if len(among) == 1:
         return below, above
     least = _squared_units(units, below, above, bits)
-    for cut in CUTS[bits][1:]:
+    for cut in among[1:]:
         tried = torch.full_like(like, cut)
         found = _squared_units(units, tried, above, bits)
         below, least = torch.where(found < least, tried, below), torch.minimum(found, least)
-    for cut in CUTS[bits]:
+    for cut in among:
         if cut != first:
             tried = torch.full_like(like, cut)
             found = _squared_units(units, below, tried, bits)

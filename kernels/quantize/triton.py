@@ -64,11 +64,12 @@ def group_elements(W: tl.constexpr, WP: tl.constexpr, BITS: tl.constexpr):
 
 
 @triton.jit
-def quantize_groups(x, inside, BITS: tl.constexpr, SOURCE_BITS: tl.constexpr = 16):
+def quantize_groups(x, inside, BITS: tl.constexpr, SOURCE_BITS: tl.constexpr = 0):
     """Quantise vectors laid out by groups.
 
     Args:
-        x: [R, groups, WP] float32. inside: mask of the elements that exist, broadcastable to x.
+        x: [R, groups, WP] float32. inside: mask of the elements that exist, broadcastable to x. SOURCE_BITS: as of
+            ``reference.quantize``.
 
     Returns:
         a tuple with each slice's bytes [R, chunks * WP] uint8; (scale, zero point) words [R] int32.
@@ -106,7 +107,7 @@ def quantize_groups(x, inside, BITS: tl.constexpr, SOURCE_BITS: tl.constexpr = 1
         step = scale.to(tl.float32)
         known = known & (product > 0)
         equal = tl.where(known, span * tl.div_rn(square, tl.where(known, product, 1.0)) * (2.0 / UNITS), step)
-        equal = tl.minimum(tl.maximum(equal, step * LEAST_GAIN), step * most_gain_of(BITS))
+        equal = tl.minimum(tl.maximum(equal, step * LEAST_GAIN), step * most_gain_of(BITS, SOURCE_BITS))
         scale = tl.minimum(equal, HALF_MAX).to(tl.float16)
         start = (low + high) / 2 + aside - scale.to(tl.float32) * (levels * 0.5)
         zero = tl.minimum(tl.maximum(start, -HALF_MAX), HALF_MAX).to(tl.float16)
@@ -121,7 +122,7 @@ def chosen_ends(units, inside, like, BITS: tl.constexpr, SOURCE_BITS: tl.constex
     """Units, of the shape of ``like`` [R], that the outermost codes lie above the least and below the largest of
     elements in ``units`` [R, groups, WP]."""
     count: tl.constexpr = count_cuts(BITS, SOURCE_BITS)
-    first: tl.constexpr = first_cut_of(BITS) * 1.0
+    first: tl.constexpr = first_cut_of(BITS, SOURCE_BITS) * 1.0
     below = tl.full(like.shape, cut_of(BITS, SOURCE_BITS, 0), tl.float32)
     above = tl.full(like.shape, first, tl.float32)
     if count > 1:

@@ -19,7 +19,7 @@ import torch
 
 from sglang_diffkv.attention.whole import Sight
 from sglang_diffkv.config import DiffKVConfig
-from sglang_diffkv.kernels.quantize.reference import dequantize, quantize
+from sglang_diffkv.kernels.quantize.reference import NEW, dequantize, quantize
 from sglang_diffkv.kernels.rotate.fitted import NOT_FITTED, FittedTransform
 from sglang_diffkv.kernels.rotate.reference import NO_ROTATION, Rotation, rotated
 from sglang_diffkv.layout.page_format import RAW_BITS, Tier
@@ -200,7 +200,7 @@ def stored_of(
     return replace(plain, rotation=shaping.left_of(config.rotation), fitted=fitted)
 
 
-def _rounded(x: torch.Tensor, bits: int, source_bits: int = RAW_BITS) -> torch.Tensor:
+def _rounded(x: torch.Tensor, bits: int, source_bits: int = NEW) -> torch.Tensor:
     """Vectors [..., D] float32 as a tier stores them."""
     return x if bits == RAW_BITS else dequantize(*quantize(x, bits, source_bits), bits)
 
