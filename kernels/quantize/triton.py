@@ -14,8 +14,8 @@ ROUND = tl.constexpr(8388608.0)
 
 grain_of, widths_of = map(triton.constexpr_function, (reference.grain, reference.slices))
 """At compile time, where a function must not call a plain one. So are those that follow."""
-cuts_of, first_cut_of = map(triton.constexpr_function, (reference.cuts, reference.first_cut))
-most_gain_of = triton.constexpr_function(reference.most_gain)
+cuts_of = triton.constexpr_function(reference.cuts)
+FIRST = tl.constexpr(reference.FIRST)
 
 
 @triton.constexpr_function
@@ -28,6 +28,19 @@ def count_cuts(bits, source_bits):
 def cut_of(bits, source_bits, number):
     """One of them, in units."""
     return cuts_of(bits, source_bits)[number] * 1.0
+
+
+@triton.constexpr_function
+def first_cut_of(bits, source_bits):
+    """As ``reference.first_cut``."""
+    among = cuts_of(bits, source_bits)
+    return FIRST.value[bits] if len(among) > 1 else among[0]
+
+
+@triton.constexpr_function
+def most_gain_of(bits, source_bits):
+    """As ``reference.most_gain``."""
+    return UNITS.value / (UNITS.value - 2 * cuts_of(bits, source_bits)[-1])
 
 
 @triton.constexpr_function
