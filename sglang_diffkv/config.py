@@ -100,7 +100,8 @@ class DiffKVConfig(Strict):
         prefill: what computes the attention of new tokens on a GPU: ``fa3`` (FlashAttention-3), ``flashinfer``,
             ``triton`` or ``auto``. ``auto`` takes the first of them that can serve the model. FlashAttention-3 needs a
             Hopper GPU, bfloat16, heads of 64 or 128, and no logit cap. FlashInfer needs one scale and logit cap in all
-            layers.
+            layers. ``fa3_fp8``: FlashAttention-3, which attends in 8 bits (e4m3) in passes of long prompts, as stock
+            SGLang does whose cache is in FP8. They end sooner, and lose what that loses.
         decode: what computes the attention of decode steps on a GPU: ``cuda``, the kernel in CUDA C++ for Hopper GPUs,
             ``triton``, or ``auto``. ``auto`` takes ``cuda`` where the GPU, the model's heads and the tiers allow it.
         rotate: ``keys`` multiplies queries and keys by one Hadamard matrix before keys are stored, ``values`` values,
@@ -147,7 +148,7 @@ class DiffKVConfig(Strict):
     request_window: RequestWindow = MOST_WINDOW
     keep_seconds: MostKeepSeconds = 0
     gpu_ops: Literal["triton", "reference"] = "triton"
-    prefill: Literal["auto", "fa3", "flashinfer", "triton"] = "auto"
+    prefill: Literal["auto", "fa3", "fa3_fp8", "flashinfer", "triton"] = "auto"
     decode: Literal["auto", "cuda", "triton"] = "auto"
     thresholds: PathName = Field(default="default", exclude=True)
 

@@ -21,7 +21,12 @@ from sglang_diffkv.policies.base import Policy
 
 logger = logging.getLogger(__name__)
 
-LIBRARIES = {"fa3": "FlashAttention-3", "flashinfer": "FlashInfer", "triton": "Triton"}
+LIBRARIES = {
+    "fa3": "FlashAttention-3",
+    "fa3_fp8": "FlashAttention-3, long prompts in 8 bits",
+    "flashinfer": "FlashInfer",
+    "triton": "Triton",
+}
 """What computes the attention of new tokens, by the name that "prefill" has for it."""
 
 
@@ -101,16 +106,16 @@ def prefill_library(
         dtype: of the model. device: "meta" for the current GPU.
     """
     obstacles: dict[str, None] = {}
-    if prefill in ("auto", "fa3"):
+    if prefill in ("auto", "fa3", "fa3_fp8"):
         if not (obstacle := flash_obstacle(fmt, scalings, attention_spans, dtype, device)):
-            return "fa3", ""
+            return "fa3" if prefill == "auto" else prefill, ""
         obstacles[obstacle] = None
     if prefill in ("auto", "flashinfer"):
         if not (obstacle := flashinfer_obstacle(fmt, scalings, attention_spans)):
             return "flashinfer", "; ".join(obstacles)
         obstacles[obstacle] = None
     reason = "; ".join(obstacles)
-    if prefill in ("fa3", "flashinfer"):
+    if prefill in ("fa3", "fa3_fp8", "flashinfer"):
         raise UnsupportedError(f'"prefill": "{prefill}": {reason}; set "prefill" to "triton" or "auto"')
     return "triton", reason
 
@@ -126,8 +131,8 @@ def choose_prefill(
     ops.prefill_bytes = ops.prefill_bytes if library == "flashinfer" else 0
     if library == "flashinfer":
         ops.use_ragged(scalings[0] if scalings else usual_scaling(state.fmt.head_dim), sinks=sinks)
-    elif library == "fa3":
-        ops.use_flash(sinks=sinks)
+    elif library in ("fa3", "fa3_fp8"):
+        ops.use_flash(sinks=sinks, eight_bits=library == "fa3_fp8")
     by = LIBRARIES[library] + (f" ({reason})" if reason else "")
     if library != "triton" and state.slides:
         by += ", in layers with a sliding window by Triton"

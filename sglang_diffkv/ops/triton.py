@@ -135,11 +135,14 @@ class TritonOps(Ops):
             shape = (self.q_heads, state.num_heads, fmt.head_dim, fmt.v_head_dim)
             self.ragged = RaggedPrefill(*shape, state.dtype, state.device, *scaling, buffer=buffer)
 
-    def use_flash(self, *, sinks: bool = False) -> None:
-        """New tokens of layers without a logit cap attend by FlashAttention-3. ``sinks``: as of ``use_ragged``."""
+    def use_flash(self, *, sinks: bool = False, eight_bits: bool = False) -> None:
+        """New tokens of layers without a logit cap attend by FlashAttention-3. ``sinks``: as of ``use_ragged``.
+        ``eight_bits``: as of ``FlashPrefill``. Raises UnsupportedError where it cannot."""
         self.has_sinks = sinks
         if not self.state.pages.is_meta:
-            self.ragged = FlashPrefill()
+            self.ragged = library = FlashPrefill(eight_bits=eight_bits)
+            if eight_bits:
+                library.check(self.q_heads, self.state.num_heads, self.state.fmt.head_dim, self.state.device)
 
     def memory(self) -> dict[str, int]:
         lines = dict.fromkeys(("decode scratch", "decode spans", "step constants"), 0)

@@ -27,6 +27,7 @@ from triton.runtime.jit import JITFunction
 from sglang_diffkv.config import DiffKVConfig
 from sglang_diffkv.kernels import device
 from sglang_diffkv.kernels.rotate.reference import NO_ROTATION, Rotation
+from sglang_diffkv.kernels.to_e4m3.triton import to_e4m3
 from sglang_diffkv.layout.geometry import Geometry
 from sglang_diffkv.layout.page_format import PageFormat, Tier, position_bytes_for
 from sglang_diffkv.mem_pool.page_manager import PageManager
@@ -130,6 +131,7 @@ def start(
     queries = None if manager.running is None else manager.running.cache
     less = key_means and rotation.keys and queries is None and sinks is None
     means = torch.zeros(2, heads, head_dim) if less else None
+    to_e4m3(*(torch.zeros(77, n, head_dim, dtype=torch.bfloat16) for n in (heads * group, heads, heads)))
     planned: Any = Planned(scalings[0]) if len(scalings) == 1 and not all(attention_spans or (0,)) else None
     for ragged, trees in ((None, False), (planned, not any(attention_spans))):
         ops.ragged, ops.has_sinks = ragged, sinks is not None
@@ -165,6 +167,7 @@ def call_again(
     q = torch.zeros(count, ops.q_heads, dim, dtype=torch.bfloat16)
     wide = torch.zeros(batch, heads + ops.q_heads, dim, dtype=torch.bfloat16)
     key, value = (torch.zeros(count, 3 * heads, dim, dtype=torch.bfloat16)[:, heads : 2 * heads] for _ in range(2))
+    to_e4m3(q, key, value)
     for before, ragged, kept in product((torch.zeros_like(prefix), prefix), (None, ops.ragged), (False, True)):
         since = (before + 2).tolist() if policy.observation.queries else None
         step = Step.extend(rows, before, lengths, before.tolist(), lengths.tolist(), since)

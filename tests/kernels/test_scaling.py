@@ -15,6 +15,7 @@ import torch
 from sglang.srt.layers.radix_attention import RadixAttention
 
 from sglang_diffkv.errors import UnsupportedError
+from sglang_diffkv.kernels.to_e4m3 import reference
 from sglang_diffkv.layout.geometry import Geometry
 from sglang_diffkv.layout.state import PageState
 from sglang_diffkv.ops import Scaling, flash, ragged
@@ -214,6 +215,73 @@ def test_keys_are_split_where_queries_are_few(monkeypatch, counts, heads, parts)
     assert asked == [parts, parts, 1, 1, parts, parts]
 
 
+def attend_in_any(q, k, v, ends, key_ends, longest, longest_key, **more):
+    """``Flash`` for tensors in 8 bits too: its result is in 16, as FlashAttention-3's is."""
+    out, lse = Flash()(*(x.bfloat16() for x in (q, k, v)), ends, key_ends, longest, longest_key, **more)
+    return out.bfloat16(), lse
+
+
+@pytest.mark.parametrize(
+    ("counts", "prefixes", "converts"),
+    [
+        ([2900], [0], True), ([2897], [0], True), ([2896], [0], False), ([1000], [12000], True),
+        ([511], [30000], False), ([520], [30000], True),
+        ([2000] * 3, [0] * 3, True), ([2000] + [1] * 9, [4000] + [8000] * 9, False),
+    ],
+)  # fmt: skip
+def test_passes_of_much_work_attend_in_8_bits(monkeypatch, counts, prefixes, converts):
+    """Where they were asked to. Keys that few queries attend to would take longer to convert than they save."""
+    asked = []
+
+    def attend(q, k, v, *ends, num_splits, **more):
+        asked.append(({x.dtype for x in (q, k, v)}, num_splits))
+        return q.bfloat16(), q.new_zeros(q.shape[:-1], dtype=torch.float32).mT
+
+    monkeypatch.setattr(flash, "attention_function", lambda: attend)
+    monkeypatch.setattr(flash, "to_e4m3", reference.to_e4m3)
+    step = Step.extend(
+        torch.arange(len(counts)), torch.tensor(prefixes), torch.tensor(counts), prefixes, counts
+    )  # fmt: skip
+    lens = [a + b for a, b in zip(prefixes, counts)]
+    step.whole = WholeRequests(torch.arange(len(counts)), tuple(lens), 2) if any(prefixes) else None
+    q, key = (torch.zeros(sum(n), 1, 8, dtype=torch.bfloat16) for n in (counts, lens))
+    for eight_bits in (True, False):
+        library = flash.FlashPrefill(eight_bits=eight_bits)
+        library.plan(step)
+        assert library.run(q, key, key, PLAIN)[0].dtype == torch.bfloat16
+    e4m3 = {reference.E4M3} if converts else {torch.bfloat16}
+    assert [dtypes for dtypes, _ in asked] == [e4m3, {torch.bfloat16}]
+    assert asked[0][1] == 1 or not converts
+
+
+def test_attention_in_8_bits_is_tried_at_the_start(monkeypatch):
+    """It is refused where it fails, and where it gives something else; else nothing is left of the trial."""
+    monkeypatch.setattr(flash, "to_e4m3", reference.to_e4m3)
+
+    def check(attend):
+        monkeypatch.setattr(flash, "attention_function", lambda: attend)
+        library = flash.FlashPrefill(eight_bits=True)
+        library.check(8, 2, 64, torch.device("cpu"))
+        return library
+
+    def fails(q, *rest, **more):
+        if q.dtype == reference.E4M3:
+            raise RuntimeError("no kernel for this type")
+        return attend_in_any(q, *rest, **more)
+
+    def other(q, k, v, *rest, **more):
+        wrong = v.float().neg().to(v.dtype) if v.dtype == reference.E4M3 else v
+        return attend_in_any(q, k, wrong, *rest, **more)
+
+    for attend, why in ((fails, "no kernel for this type"), (other, "results differ by 2.00 of their size")):
+        with pytest.raises(UnsupportedError, match=f'"prefill": "fa3_fp8": .*{why}'):
+            check(attend)
+    library = check(attend_in_any)
+    library.plan(Step.extend(torch.arange(1), torch.zeros(1), torch.ones(1), [0], [1]))
+    q = torch.randn(1, 8, 64).bfloat16()
+    assert torch.equal(library.run(q, q[:, :2], q[:, :2], PLAIN)[0][:, :4], q[:, :1].expand(-1, 4, -1))
+
+
 @pytest.mark.parametrize(
     ("case", "reason"),
     [
@@ -249,8 +317,9 @@ def test_where_flash_attention_can_be(monkeypatch, caplog, case, reason):
     assert isinstance(ops.ragged, flash.FlashPrefill) == (not reason)
     assert ("attend by FlashAttention-3" in caplog.text) == (not reason) and reason in caplog.text
     if reason:
-        with pytest.raises(UnsupportedError, match=f'"prefill": "fa3": .*{reason}.*set "prefill" to "triton"'):
-            build("fa3")
+        for asked in ("fa3", "fa3_fp8"):
+            with pytest.raises(UnsupportedError, match=f'"prefill": "{asked}": .*{reason}.*set "prefill" to "triton"'):
+                build(asked)
         return
     assert isinstance(build("fa3").ragged, flash.FlashPrefill) and not ops.prefill_bytes
     assert not ops.ragged.serves(CAPPED) and ops.ragged.serves(Scaling(3.0))

@@ -128,7 +128,7 @@ def check_host_memory(config: DiffKVConfig, replicas: int) -> None:
 def check_kernels(config: DiffKVConfig, plan: MemoryPlan | None, *, on_gpu: bool, dtype: torch.dtype) -> None:
     """Raise UnsupportedError for kernels that are asked for by name and cannot be used. Others are not looked for: the
     process that launches a server stays off its GPU."""
-    if not on_gpu or config.decode == "cuda" or config.prefill in ("fa3", "flashinfer"):
+    if not on_gpu or config.decode == "cuda" or config.prefill in ("fa3", "fa3_fp8", "flashinfer"):
         kernels(config, plan, on_gpu=on_gpu, dtype=dtype)
 
 
@@ -152,7 +152,8 @@ def kernels(
     decode = f"; decode steps attend by {'Triton' if unable or config.decode == 'triton' else 'CUDA C++'}{why}"
     gpu = torch.device("meta")
     library, reason = prefill_library(fmt, config.prefill, (), attention_spans, dtype=dtype, device=gpu)
-    more = {"fa3": ", if no layer has a logit cap", "flashinfer": ", if all layers have one scale and logit cap"}
+    no_cap = ", if no layer has a logit cap"
+    more = {"fa3": no_cap, "fa3_fp8": no_cap, "flashinfer": ", if all layers have one scale and logit cap"}
     by = LIBRARIES[library] + more.get(library, "") + (f" ({reason})" if reason else "")
     return f"Triton; new tokens attend by {by}{decode}"
 
