@@ -6,9 +6,9 @@ tokens end at ``MOST_TOKENS``; thresholds and factors stay finite in float32 whe
 
 from __future__ import annotations
 
-from typing import Annotated, TypeVar
+from typing import Annotated, Any, TypeVar
 
-from pydantic import Field
+from pydantic import Discriminator, Field, Tag
 
 MOST_TOKENS = 1 << 30
 MOST_LAYERS = MOST_KV_HEADS = 1024
@@ -75,3 +75,11 @@ T = TypeVar("T")
 ByLayer = Annotated[tuple[T, ...], Field(fail_fast=True, min_length=1, max_length=MOST_LAYERS)]
 ByHead = Annotated[tuple[T, ...], Field(fail_fast=True, max_length=MOST_KV_HEADS)]
 """Lists, which end at their first mistake."""
+
+
+def _one_or_more(given: Any) -> str:
+    return "layers" if isinstance(given, (list, tuple)) else "one"
+
+
+OneOrByLayer = Annotated[Annotated[T, Tag("one")] | Annotated[ByLayer[T], Tag("layers")], Discriminator(_one_or_more)]
+"""One for all layers, or a list with one for each."""

@@ -29,7 +29,7 @@ class Kind:
 
     choices: tuple[Any, ...]
     limits: dict[str, Any] = field(default_factory=dict)
-    tags: dict[str, Any] = field(default_factory=dict)
+    tags: dict[str, Kind] = field(default_factory=dict)
     """Of a union whose members are told apart by a tag."""
     nothing: bool = False
     """Whether null can stand there too."""
@@ -43,7 +43,7 @@ class Kind:
         if get_origin(annotation) not in (Union, UnionType):
             return cls((annotation,), limits)
         choices: list[Any] = []
-        tags: dict[str, Any] = {}
+        tags: dict[str, Kind] = {}
         nothing = False
         for member in get_args(annotation):
             if member is type(None):
@@ -59,7 +59,7 @@ class Kind:
                 if tag is None and isinstance(choice, type) and issubclass(choice, BaseModel):
                     tag = choice.model_fields["name"].default if "name" in choice.model_fields else None
                 if tag is not None:
-                    tags[str(tag)] = choice
+                    tags[str(tag)] = cls((choice,), inner.limits)
                     tag = None
         return cls(tuple(choices), limits, tags, nothing)
 
@@ -80,6 +80,8 @@ class Kind:
         return self._plain() + ", or null" * self.nothing
 
     def _plain(self) -> str:
+        if self.tags and not any(x.model for x in self.tags.values()):
+            return " or ".join(x.describe() for x in self.tags.values())
         if self.tags:
             names = ", ".join(shown(x) for x in self.tags)
             return f"an object with the field name, one of {names}" if "diffkv" in self.tags else "an object"
@@ -151,7 +153,7 @@ class Place:
                 path += f"[{part}]"
                 found, owner = found.item if found else None, None
             elif found is not None and part in found.tags:
-                found = Kind((found.tags[part],))
+                found = found.tags[part]
             else:
                 owner, name = (found.model if found else None), part
                 known = owner is not None and name in owner.model_fields

@@ -56,9 +56,15 @@ WINDOWED: dict[str, tuple[tuple[str, ...], Policy]] = {
     "thresholds, pruning": (PAIR, diffkv_policy(2.0, 0.9, window=8, sinks=2)),
     "one tier, pruning": (ONE, diffkv_policy(1.0, 1.0, window=8)),
     "three tiers": (THREE, diffkv_policy(2.0, 0.5, window=8, alpha_between=(1.0,))),
+    "tiers by layer": (("BF16", "K5V4", "K4V3"), diffkv_policy(2.0, 0.0, window=8, alpha_between=((2.0, 0.0),))),
     "shares of the sum": (PAIR, leankv_policy(0.3, 0.1, 8)),
 }
 """Tiers and rules under which tokens leave a window of eight."""
+
+
+def between_in(policy: DiffKVPolicy, layer: int) -> tuple[float, ...]:
+    """Thresholds between tiers in a layer."""
+    return tuple(x[layer] if isinstance(x, tuple) else x for x in policy.alpha_between)
 
 
 def documented_methods(layers: int, heads: int) -> dict[str, dict[str, Any]]:

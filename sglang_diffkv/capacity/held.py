@@ -55,7 +55,8 @@ def tier_shares(config: DiffKVConfig, high_share: float | None) -> tuple[tuple[f
         return (1.0, *(0.0,) * (tiers - 1)), False
     if not isinstance(policy, DiffKVPolicy):
         raise ConfigError(_unknown(config))
-    ends = [reached(x) for x in (policy.alpha_high, *policy.alpha_between)]
+    layers = [x if isinstance(x, tuple) else (x,) for x in (policy.alpha_high, *policy.alpha_between)]
+    ends = [sum(map(reached, x)) / len(x) for x in layers]
     if high_share is not None and policy.alpha_high < NEVER:
         ends = [high_share, *(max(x, high_share) for x in ends[1:])]
     shares = [b - a for a, b in zip([0.0, *ends], [*ends, 1.0])]

@@ -30,6 +30,7 @@ from sglang_diffkv.policies.base import (
     Count,
     HeadValues,
     KeyNorm,
+    LayerValues,
     LeastMass,
     Pointwise,
     Policy,
@@ -289,7 +290,7 @@ class Decisions:
                     f"{shape[0] + 2} tiers need {shape[0]} thresholds between the first and the last"
                 )
             scale = _by_head(1.0 if rule.scale is None else rule.scale, state)
-            found = [_without(scale * threshold, slide) for threshold in rule.between[: shape[0]]]
+            found = [_without(scale * _by_layer(threshold, state), slide) for threshold in rule.between[: shape[0]]]
             self.between[rule, shape] = torch.stack(found)
         return self.between[rule, shape]
 
@@ -475,6 +476,14 @@ def _without(cut: torch.Tensor, slide: tuple[int, ...]) -> torch.Tensor:
 def _check_shape(found: torch.Tensor, state: PageState) -> None:
     shape = (state.num_layers, state.num_heads)
     assert found.shape in (shape, (shape[0], 1)), f"values of {tuple(found.shape)} layers and heads for {shape}"
+
+
+def _by_layer(value: float | LayerValues, state: PageState) -> torch.Tensor:
+    """[L, 1] float32."""
+    if not isinstance(value, tuple):
+        return torch.full((state.num_layers, 1), value, device=state.device)
+    assert len(value) == state.num_layers, f"values of {len(value)} layers for a model of {state.num_layers}"
+    return torch.tensor(value, dtype=torch.float32, device=state.device).unsqueeze(1)
 
 
 def _by_head(value: float | HeadValues, state: PageState) -> torch.Tensor:

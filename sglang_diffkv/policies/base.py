@@ -19,6 +19,8 @@ from sglang_diffkv.policies.budget import Budget
 
 HeadValues = tuple[tuple[float, ...], ...]
 """[layers][KV heads]."""
+LayerValues = tuple[float, ...]
+"""[layers]."""
 
 NEVER = float(1 << 27)
 """No token receives so many times the mean attention: a mean over one token is 1, and a sequence has fewer tokens."""
@@ -91,7 +93,9 @@ of a prompt (``TopCount``, ``Across``)."""
 class Pointwise:
     """Each token by itself: at or above ``high`` times the mean attention it stays in the high tier, at or above
     ``low`` times that it stays. With a single tier ``low`` alone decides. With more than two, ``between`` are the
-    thresholds of the tiers from the second to the last but one, falling; those that are too many are not used.
+    thresholds of the tiers from the second to the last but one, falling; those that are too many are not used. Each is
+    one for all layers, or one for each: a layer in which a tier's threshold is the one before uses that tier for
+    nothing.
 
     The mean attention of a prompt's token at 0-based position ``i`` is ``1 / (i + 1)``, that of a generation step
     ``1 / length``. There the candidate, which leaves the window, is scored, and if it stays the least significant token
@@ -102,25 +106,46 @@ class Pointwise:
     low: float | HeadValues
     scale: HeadValues | None = field(default=None, repr=False)
     """Positive factors of all thresholds; None for 1 everywhere."""
-    between: tuple[float, ...] = ()
+    between: tuple[float | LayerValues, ...] = ()
 
     @property
     def prunes(self) -> bool:
         return max(_each(self.low)) > 0
 
+    @property
+    def layers(self) -> int | None:
+        """How many layers ``between`` is for; None for any number."""
+        return next((len(x) for x in self.between if isinstance(x, tuple)), None)
+
+    def used_tiers(self, tiers: int, layer: int) -> tuple[int, ...]:
+        """Of so many tiers, those in which ``layer`` may have tokens. Of thresholds that differ between heads: all."""
+        between = [x[layer] if isinstance(x, tuple) else x for x in self.between[: max(tiers - 2, 0)]]
+        if tiers <= 2 or isinstance(self.high, tuple) or isinstance(self.low, tuple) or len(between) < tiers - 2:
+            return tuple(range(tiers))
+        ends = [self.high, *between, self.low]
+        return (0, *(tier for tier in range(1, tiers) if ends[tier] < ends[tier - 1]))
+
     def scored_tiers(self, tiers: int) -> int:
         """Of so many tiers, the first ones whose tokens' scores could change a decision. A token of a tier is compared
         with the thresholds from its own tier's on, and none of 0, which any score reaches, or beyond
-        ``NEVER`` asks for the score."""
+        ``NEVER`` asks for the score. Nor does one whose tier has no tokens."""
         least = min(_each(self.scale or 1.0))
 
-        def asks(threshold: float | HeadValues) -> bool:
-            return any(0 < x * least < NEVER for x in _each(threshold))
+        def asks(threshold: float) -> bool:
+            return 0 < threshold * least < NEVER
 
-        if asks(self.low):
+        if any(map(asks, _each(self.low))):
             return tiers
-        upper = [self.high, *self.between[: max(tiers - 2, 0)]] if tiers > 1 else []
-        return max((tier for tier, threshold in enumerate(upper, 1) if asks(threshold)), default=0)
+        if tiers == 1:
+            return 0
+        found = int(any(map(asks, _each(self.high))))
+        for layer in range(self.layers or 1):
+            used = self.used_tiers(tiers, layer)
+            for tier, threshold in enumerate(self.between[: max(tiers - 2, 0)], 1):
+                here = threshold[layer] if isinstance(threshold, tuple) else threshold
+                if tier in used and asks(here):
+                    found = max(found, tier + 1)
+        return found
 
 
 def _each(value: float | HeadValues) -> list[float]:

@@ -33,9 +33,9 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from sglang_diffkv.bounds import Alpha, ByHead, ByLayer, Every, Factor, Sinks, Tokens, Window
+from sglang_diffkv.bounds import Alpha, ByHead, ByLayer, Every, Factor, OneOrByLayer, Sinks, Tokens, Window
 from sglang_diffkv.layout.page_format import MOST_TIERS
-from sglang_diffkv.policies.base import SAMPLED, HeadValues, Observation, Pointwise, Policy
+from sglang_diffkv.policies.base import SAMPLED, HeadValues, LayerValues, Observation, Pointwise, Policy
 from sglang_diffkv.policies.options import PolicyOptions
 
 OBSERVERS = 256
@@ -64,7 +64,8 @@ class DiffKVPolicy(Policy):
     no other. ``turn_window``: the window that is left to earlier turns of a conversation, None for no other.
 
     With a single tier there is no low one, so a token at or above ``alpha_low`` stays and the rest go. With more than
-    two, ``alpha_between`` are the thresholds of the tiers from the second to the last but one, falling.
+    two, ``alpha_between`` are the thresholds of the tiers from the second to the last but one, falling: each one for
+    all layers, or [layers]. A layer where one is as the threshold before has no token in its tier.
     """
 
     alpha_high: float
@@ -73,7 +74,7 @@ class DiffKVPolicy(Policy):
     sinks: int = field()
     horizon: int = field()
     head_scale: HeadValues | None = field(repr=False)
-    alpha_between: tuple[float, ...]
+    alpha_between: tuple[float | LayerValues, ...]
     observe_every: int
     pressure_window: int | None
     generated_every: int = field()
@@ -157,12 +158,13 @@ class DiffKVPolicyConfig(PolicyOptions):
 
     name: Literal["diffkv"] = "diffkv"
     alpha_high: Alpha = Field(default=3.0, description="at or above this, a token stays in the high tier")
-    alpha_between: tuple[Alpha, ...] = Field(
+    alpha_between: tuple[OneOrByLayer[Alpha], ...] = Field(
         default=(),
         max_length=MOST_TIERS - 2,
         fail_fast=True,
         description="with three and four tiers: below alpha_high, at or above the first of these, a token is in the "
-        "second tier; below that, at or above the next, in the third",
+        "second tier; below that, at or above the next, in the third. Each one for all layers, or a list with one for "
+        "each",
     )
     alpha_low: Alpha = Field(default=0.0, description="below this, a token is pruned")
     window: Window = Field(default=256, description="newest tokens that always stay in the high tier")
@@ -223,12 +225,19 @@ class DiffKVPolicyConfig(PolicyOptions):
                     f"generated_every {self.generated_every} is above {name} {window}: tokens would leave it that "
                     "have no score"
                 )
-        falling = (self.alpha_high, *self.alpha_between, self.alpha_low)
-        if list(falling) != sorted(falling, reverse=True):
+        if len(lengths := {len(x) for x in self.alpha_between if isinstance(x, tuple)}) > 1:
             raise ValueError(
-                f"alpha_between {list(self.alpha_between)} must fall from alpha_high {self.alpha_high} to alpha_low "
-                f"{self.alpha_low}"
+                f"alpha_between has lists of {' and '.join(map(str, sorted(lengths)))} layers: allowed is one length"
             )
+        for layer in range(max(lengths, default=1)):
+            between = [x[layer] if isinstance(x, tuple) else x for x in self.alpha_between]
+            falling = [self.alpha_high, *between, self.alpha_low]
+            if falling != sorted(falling, reverse=True):
+                where = f" in layer {layer}" if lengths else ""
+                raise ValueError(
+                    f"alpha_between {between}{where} must fall from alpha_high {self.alpha_high} to alpha_low "
+                    f"{self.alpha_low}"
+                )
         return self
 
     def check_tiers(self, tiers: int) -> None:
@@ -248,6 +257,8 @@ class DiffKVPolicyConfig(PolicyOptions):
 
     def obstacle(self, layers: int, kv_heads: int) -> str:
         scale = self.head_scale
+        if (found_layers := self.build().prompt.layers) not in (None, layers):
+            return f"policy.alpha_between is of {found_layers} layers, the model has {layers} that are stored in pages"
         if scale is None or (found := (len(scale), len(scale[0]))) == (layers, kv_heads):
             return ""
         of = f"{found[0]} layers with {found[1]} KV heads"

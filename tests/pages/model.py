@@ -15,6 +15,7 @@ from tests.checks import check_row
 from tests.dense import Session
 from tests.helpers import Visible, faults, own_pages, tier_map
 from tests.pages.paper import Caches, algorithm_1, classify_prompt, step_of_tiers
+from tests.policies import between_in
 
 Parts = list[tuple[Segment, int, int]]
 
@@ -51,14 +52,14 @@ class RowModel:
         for layer, head, position, score in zip(mine.layer, mine.head, mine.position, mine.score):
             self.tier[layer, head, position] = classify_prompt(
                 score, position, self.length, tiers, policy.alpha_high, policy.alpha_low, policy.window, policy.sinks,
-                policy.alpha_between,
+                between_in(policy, layer),
             )  # fmt: skip
 
     def end_decode(self, seen: Visible, policy: DiffKVPolicy, tiers: int) -> None:
         """Algorithm 1 for each head, or its like for more tiers, by the scores that the pages hold."""
-        alphas = (policy.alpha_high, *policy.alpha_between, policy.alpha_low)
         leaving = self.length - 1 - policy.window
         for layer, head in np.ndindex(self.tier.shape[:2]):
+            alphas = (policy.alpha_high, *between_in(policy, layer), policy.alpha_low)
             here = seen.at(layer, head)
             here = here.pick(here.own & (here.position <= leaving) & (here.position >= policy.sinks))
             sides = [

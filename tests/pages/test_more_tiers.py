@@ -19,7 +19,7 @@ from sglang_diffkv.policies.diffkv import DiffKVPolicy
 from tests.deciding import classify_prompt as classify
 from tests.deciding import moves_of
 from tests.pages.paper import classify_prompt, step_of_tiers
-from tests.policies import diffkv_policy, snapkv_policy
+from tests.policies import between_in, diffkv_policy, snapkv_policy
 
 THREE, FOUR = ["BF16", "K8V4", "K4V2"], ["K8V8", "K8V4", "K4V4", "K4V2"]
 ALPHAS = st.lists(st.sampled_from([0.0, 0.02, 0.5, 0.5, 1.0, 1.5, 3.0, 1e9]), min_size=3, max_size=4)
@@ -98,11 +98,56 @@ def test_a_step_moves_what_the_rule_says(alphas, length, seed):
         assert after == step_of_tiers(held[head], candidates[head], length, alphas)
 
 
+@pytest.mark.parametrize("between", [((1.0, 0.0, 0.5),), ((1.0, 0.0, 0.5), 0.0), (0.5, (0.5, 0.0, 0.25))])
+def test_each_layer_has_thresholds_of_its_own(between):
+    """Decisions are those of a policy with the layer's thresholds."""
+    random, tiers = torch.Generator().manual_seed(1), len(between) + 2
+    policy = diffkv_policy(1.0, 0.0, 5, alpha_between=between)
+    score, position = torch.rand(3, 2, 40, generator=random) * 0.1, torch.arange(40).expand(3, 2, -1)
+    found = StepScores(
+        torch.randint(-1, 9, (7, 3, 2), generator=random),
+        torch.rand(7, 3, 2, generator=random) * 0.1,
+        torch.randint(-1, 9, (7, 3, 2, tiers), generator=random),
+        torch.rand(7, 3, 2, tiers, generator=random) * 0.1,
+    )
+    lengths = torch.arange(20, 27)
+    tier, moves = classify(policy, score, position, 40, tiers), moves_of(policy, found, lengths, tiers)
+    for layer in range(3):
+        alone = diffkv_policy(1.0, 0.0, 5, alpha_between=between_in(policy, layer))
+        assert torch.equal(tier[layer], classify(alone, score[[layer]], position[[layer]], 40, tiers)[0])
+        assert set(tier[layer].flatten().tolist()) <= {0, *policy.prompt.used_tiers(tiers, layer)}
+        here = StepScores(*(x[:, [layer]] for x in vars(found).values() if isinstance(x, torch.Tensor)))
+        for name, value in vars(moves_of(alone, here, lengths, tiers)).items():
+            assert torch.equal(getattr(moves, name)[:, [layer]], value), name
+    assert policy.prompt.layers == 3 and policy.of_rank(1, 2, 1) == policy
+
+
+@pytest.mark.parametrize(
+    ("between", "used"),
+    [
+        ([[1.0, 0.0, 0.5]], [(0, 2), (0, 1), (0, 1, 2)]),
+        ([1.0], [(0, 2)] * 3),
+        ([0.0], [(0, 1)] * 3),
+        ([[1.0, 0.0, 0.5], 0.0], [(0, 2), (0, 1), (0, 1, 2)]),
+        ([0.5, [0.5, 0.0, 0.25]], [(0, 1, 3), (0, 1, 2), (0, 1, 2, 3)]),
+    ],
+)
+def test_tiers_that_a_layer_uses(between, used):
+    policy = {"name": "diffkv", "alpha_high": 1.0, "alpha_between": between}
+    found = config(tiers=THREE if len(between) == 1 else FOUR, policy=policy)
+    assert [found.build_policy().prompt.used_tiers(len(found.tiers), layer) for layer in range(3)] == used
+    assert load_config(found.as_text()) == found
+    found.check_heads(3, 2)
+    if any(isinstance(x, list) for x in between):
+        with pytest.raises(ConfigError, match="alpha_between is of 3 layers, the model has 6 that are stored in pages"):
+            found.check_heads(6, 2)
+
+
 def config(**fields: object) -> DiffKVConfig:
     return load_config(json.dumps(fields))
 
 
-def diffkv(*between: float) -> dict[str, object]:
+def diffkv(*between: object) -> dict[str, object]:
     return {"name": "diffkv", "alpha_high": 1.0, "alpha_between": between, "alpha_low": 0.1}
 
 
@@ -123,6 +168,15 @@ def test_configurations_of_more_tiers():
         ({"tiers": THREE, "policy": diffkv(1.5)}, "must fall"),
         ({"tiers": THREE, "policy": diffkv(0.05)}, "must fall"),
         ({"tiers": THREE, "policy": diffkv(-1.0)}, "alpha_between"),
+        ({"tiers": THREE, "policy": diffkv([0.5, 0.05])}, r"alpha_between \[0.05\] in layer 1 must fall"),
+        ({"tiers": FOUR, "policy": diffkv(0.3, [0.3, 0.5])}, r"alpha_between \[0.3, 0.5\] in layer 1 must fall"),
+        ({"tiers": FOUR, "policy": diffkv([0.5], [0.5, 0.3])}, "lists of 1 and 2 layers: allowed is one length"),
+        (
+            {"tiers": THREE, "policy": diffkv([0.5, -1.0])},
+            r"alpha_between\[0\]\[1\] is -1.0: allowed is a number from 0",
+        ),
+        ({"tiers": THREE, "policy": diffkv([])}, r"alpha_between\[0\] is an empty list: allowed is a list of 1"),
+        ({"tiers": THREE, "policy": diffkv("1")}, r"alpha_between\[0\] is \"1\": allowed is a number"),
         ({"tiers": [*FOUR, "K4V1"]}, "tiers is a list of 5: allowed is a list of 1 to 4"),
         ({"tiers": ["K8V4", "BF16", "K4V2"], "policy": diffkv(0.5)}, "ever fewer bytes"),
         ({"tiers": THREE, "policy": {"name": "snapkv", "budget": 512}}, "at one tier, and tiers has 3"),

@@ -41,15 +41,19 @@ class PageManagerMachine(RuleBasedStateMachine):
         alphas=st.sampled_from(
             [(1.0, 0.7, 0.3, 0.0), (1.0, 0.8, 0.6, 0.4), (1e9, 2.0, 0.8, 0.5), (2.0, 1.7, 1.3, 1.0)]
         ),
+        by_layer=st.booleans(),
         seal_from=st.sampled_from([None, 1, 12]),
         tailed=st.booleans(),
         position_bytes=st.sampled_from([2, 4]),
         seed=st.integers(0, 999),
     )
     def start(
-        self, tiers, page_tokens, pages, blocks, window, sinks, horizon, alphas, seal_from, tailed, position_bytes, seed
+        self, tiers, page_tokens, pages, blocks, window, sinks, horizon, alphas, by_layer, seal_from, tailed,
+        position_bytes, seed,
     ):  # fmt: skip
         between = alphas[1 : max(len(tiers) - 1, 1)]
+        if by_layer:  # none uses the second tier but the first layer
+            between = tuple((x, *[alphas[0]] * (LAYERS - 1)) for x in between)
         rule = (alphas[0], alphas[-1], window, sinks, horizon)
         policy = diffkv_policy(*rule, alpha_between=between, pressure_window=max(window // 2, 1))
         manager = make_manager(
