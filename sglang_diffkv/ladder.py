@@ -2,13 +2,16 @@
 (``--diffkv-config auto``, or no configuration). It is the first one that loses no more than stock SGLang's FP8 cache
 does, as the model itself measures it, with a quarter of that and a standard error to spare.
 
+A few layers make most of the loss. So where a rung loses too much and the next one does not, some models take the next
+one's low tier in those layers alone.
+
 ``attention/emulated.py`` works out the losses, ``srt/startup/own_choice.py`` has the served model read for them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import resources
 from math import inf, isfinite
 from typing import Any
@@ -18,7 +21,7 @@ import torch
 from sglang_diffkv.config import DiffKVConfig
 from sglang_diffkv.key_means import AUTO
 
-FORMAT = 4
+FORMAT = 5
 """Raised where a choice of an older package is not to be used."""
 JUDGING = "judging.txt"
 """The text on which rungs are judged: one long account whose names and numbers return. Of a text in parts that know
@@ -54,6 +57,16 @@ What a model pays much attention to needs values of 6 bits, or some models lose 
 is. Few tokens are enough: an ``alpha_high`` of 20 loses what 10 loses, in fewer bytes. The low tier's keys need 5 bits
 at least where heads are large and few, its values 4. ``benchmarks/results/emulated_cpu.md`` and ``judging_cpu.md`` have
 the figures."""
+BY_LAYER = (("K8V6 and K5V4", "K8V6 and K6V4"),)
+"""Rungs, each with the next one, whose low tier may be taken in some layers alone. Others lose too much on other texts
+than the one on which layers are found."""
+COARSE = "K3V2"
+"""Low tier by which layers are told apart: with few bits a layer's loss is far above what a model's own rounding
+makes of any change."""
+MOST_GROUPS, CPU_GROUPS = 40, 6
+"""Groups of layers whose losses are looked at, at most; on a CPU, where the model takes seconds to read the text."""
+MOST_RAISED = 0.75
+"""Of the layers: the next rung itself takes hardly more bytes."""
 NOTHING_LOST = "lossless"
 DECIDED = frozenset().union(*RUNGS.values())
 """Fields that rungs set."""
@@ -94,18 +107,100 @@ class Loss:
         return {"prompt": round(1e3 * self.prompt, 3), "reply": round(1e3 * self.reply, 3)}
 
 
+Raised = tuple[int, ...]
+"""Layers, in order, that take the low tier of the next rung; counted among those that have pages."""
+
+
+@dataclass(frozen=True)
+class ByLayer:
+    """Which layers take the low tier of the rung above.
+
+    Attributes:
+        layers: that the model has. alone: of each group of layers what it loses with ``COARSE`` while all others are
+            as computed. judged: the losses of what was tried, in order. raised: what is taken; None if the rung above
+            is.
+    """
+
+    layers: int
+    alone: Mapping[Raised, Loss]
+    judged: Mapping[Raised, Loss]
+    raised: Raised | None
+
+
 @dataclass(frozen=True)
 class Choice:
-    """The rung that is taken, what FP8 loses, and the losses of the rungs that were judged, in their order."""
+    """The rung that is taken, what FP8 loses, and the losses of the rungs that were judged, in their order.
+    ``by_layer``: where layers were told apart."""
 
     rung: str
     fp8: Loss
     judged: Mapping[str, Loss]
+    by_layer: ByLayer | None = None
+
+    @property
+    def raised(self) -> Raised | None:
+        """Layers that take the rung's low tier, others that of the rung before; None if all do."""
+        return None if self.by_layer is None else self.by_layer.raised
+
+    @property
+    def name(self) -> str:
+        """What is taken, in words."""
+        return self.rung if self.by_layer is None else name_of(self.rung, self.by_layer.raised)
+
+    def config(self, given: DiffKVConfig) -> DiffKVConfig:
+        """What is taken, with the fields that the user gave beside ``auto``."""
+        return config_of(given, self.rung, self.raised, 0 if self.by_layer is None else self.by_layer.layers)
+
+    @property
+    def loss(self) -> Loss | None:
+        """Of what is taken; None where nothing is lost."""
+        if self.by_layer is not None and self.by_layer.raised is not None:
+            return self.by_layer.judged[self.by_layer.raised]
+        return self.judged.get(self.rung)
+
+
+def name_of(rung: str, raised: Raised | None) -> str:
+    """What a choice is called."""
+    if raised is None:
+        return rung
+    listed = f"layer {raised[0]}" if len(raised) == 1 else f"layers {', '.join(map(str, raised))}"
+    return f"{before(rung)}, {RUNGS[rung]['tiers'][-1]} in {listed}"
+
+
+def before(rung: str) -> str:
+    """The rung before one."""
+    names = list(RUNGS)
+    return names[names.index(rung) - 1]
 
 
 def rungs(given: DiffKVConfig) -> dict[str, DiffKVConfig]:
     """Each rung as a configuration, with the fields that the user gave beside ``auto``."""
     return {name: beside(given, fields) for name, fields in RUNGS.items()}
+
+
+def config_of(given: DiffKVConfig, rung: str, raised: Raised | None, layers: int) -> DiffKVConfig:
+    """A choice as a configuration, with the fields that the user gave beside ``auto``, for a model of so many
+    ``layers``."""
+    if raised is None:
+        return beside(given, RUNGS[rung])
+    between = [0.0 if layer in raised else RUNGS[rung]["policy"]["alpha_high"] for layer in range(layers)]
+    return beside(given, _mixed(RUNGS[before(rung)], RUNGS[rung], between))
+
+
+def mixed_rungs(given: DiffKVConfig) -> list[DiffKVConfig]:
+    """What choices by layer have in common, whatever the layers are: for checks before a model is loaded."""
+    return [beside(given, _mixed(RUNGS[lower], RUNGS[upper], 0.0)) for lower, upper in BY_LAYER]
+
+
+def _mixed(lower: Mapping[str, Any], upper: Mapping[str, Any], between: list[float] | float) -> dict[str, Any]:
+    """Fields of ``lower``, with the low tier of ``upper`` between."""
+    (high, low), better = lower["tiers"], upper["tiers"][-1]
+    return {**lower, "tiers": [high, better, low], "policy": {**lower["policy"], "alpha_between": [between]}}
+
+
+def coarse(given: DiffKVConfig, rung: str) -> DiffKVConfig:
+    """A rung with the low tier by which layers are told apart."""
+    return beside(given, {**RUNGS[rung], "tiers": [RUNGS[rung]["tiers"][0], COARSE]})
 
 
 def beside(given: DiffKVConfig, fields: Mapping[str, Any]) -> DiffKVConfig:
@@ -125,6 +220,44 @@ def climb(names: Sequence[str], fp8: Loss, judge: Callable[[str], Loss]) -> Choi
         judged[name] = judge(name)
         first, last = (first, middle) if judged[name].within(fp8) else (middle + 1, last)
     return Choice(names[last], fp8, judged)
+
+
+def groups_of(layers: int, most: int) -> list[Raised]:
+    """All layers in at most so many groups of neighbours, of one size but the last."""
+    size = -(-layers // most)
+    return [tuple(range(first, min(first + size, layers))) for first in range(0, layers, size)]
+
+
+def raise_layers(
+    choice: Choice, groups: Sequence[Raised], alone: Callable[[Raised], Loss], judge: Callable[[Raised], Loss]
+) -> Choice:
+    """The fewest groups of layers, those that lose most first, that have to take the chosen rung's low tier for FP8's
+    loss. They are looked for by halves. Without such a pair of rungs, or if nearly all layers would have to, ``choice``
+    is what it was.
+
+    Args:
+        alone: what a group loses with ``COARSE``, others as computed. judge: what all lose where these layers are
+            raised.
+    """
+    fp8, layers = choice.fp8, sum(map(len, groups))
+    if choice.rung not in [upper for _, upper in BY_LAYER] or not fp8.prompt or not fp8.reply:
+        return choice
+    losses = {group: alone(group) for group in groups}
+
+    def weight(group: Raised) -> float:
+        return (losses[group].prompt / fp8.prompt + losses[group].reply / fp8.reply) / len(group)
+
+    order = sorted(groups, key=weight, reverse=True)
+    sets = [tuple(sorted(x for group in order[:count] for x in group)) for count in range(1, len(order))]
+    sets = [x for x in sets if len(x) <= MOST_RAISED * layers]
+    judged: dict[Raised, Loss] = {}
+    first, last = 0, len(sets)
+    while first < last:
+        middle = (first + last) // 2
+        judged[sets[middle]] = judge(sets[middle])
+        first, last = (first, middle) if judged[sets[middle]].within(fp8) else (middle + 1, last)
+    raised = sets[last] if last < len(sets) else None
+    return replace(choice, by_layer=ByLayer(layers, losses, judged, raised))
 
 
 def text_of(name: str) -> str:

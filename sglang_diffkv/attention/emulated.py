@@ -6,7 +6,8 @@ first see everything as the model computed it. Those of the new prompt see the c
 other as computed. Those of the reply see everything as it is stored when their step comes.
 
 Scores are means over all later queries, as of an ``observe_every`` of 1, and a token is looked at once: at the end of
-its prompt, or when it leaves the window. Only what a policy's thresholds make of one or two tiers is emulated.
+its prompt, or when it leaves the window. Only what a policy's thresholds make of one or two tiers in each layer is
+emulated.
 """
 
 from __future__ import annotations
@@ -63,9 +64,10 @@ class Stored:
     """How tokens are stored, and attend.
 
     Attributes:
-        tiers: one or two, high first. policy: which of two a token goes to. rotation: before rounding.
+        tiers: high first; each layer uses one or two. policy: which of two a token goes to. rotation: before rounding.
         means: [layers, H, D], taken off keys before they are rounded; None for none. fitted: matrices that come before
             the rotation, of each KV head, in the model's dtype. Before any that are no rotations the means come off.
+        only: layers in which tokens are stored so, to be told what these lose; others attend as computed. None for all.
     """
 
     tiers: tuple[Tier, ...]
@@ -73,14 +75,31 @@ class Stored:
     rotation: Rotation = NO_ROTATION
     means: torch.Tensor | None = None
     fitted: FittedTransform = NOT_FITTED
+    only: frozenset[int] | None = None
 
     def __post_init__(self) -> None:
         policy = self.policy
-        if len(self.tiers) > 1 and not (isinstance(policy, DiffKVPolicy) and len(self.tiers) == 2):
-            raise ValueError("of two tiers DiffKV's thresholds are emulated, and nothing else")
+        if len(self.tiers) > 1:
+            if not isinstance(policy, DiffKVPolicy):
+                raise ValueError("of two tiers DiffKV's thresholds are emulated, and nothing else")
+            if any(len(self._used(policy, layer)) > 2 for layer in range(policy.prompt.layers or 1)):
+                raise ValueError("more than two tiers in a layer are not emulated")
         dropped = policy is not None and len(self.tiers) == 1 and policy.compresses
         if dropped or (isinstance(policy, DiffKVPolicy) and (policy.prompt.prunes or policy.head_scale)):
             raise ValueError("policies that drop tokens, and factors of heads, are not emulated")
+
+    def _used(self, policy: DiffKVPolicy, layer: int) -> tuple[int, ...]:
+        return policy.prompt.used_tiers(len(self.tiers), layer)
+
+    def in_layer(self, layer: int) -> Stored:
+        """What a layer does of it, in one or two tiers. ``layer``: as of ``attend``."""
+        if self.only is not None and layer not in self.only:
+            return AS_COMPUTED
+        if len(self.tiers) <= 2 or not isinstance(self.policy, DiffKVPolicy):
+            return self
+        used = self._used(self.policy, layer)
+        policy = replace(self.policy, alpha_between=()) if len(used) > 1 else None
+        return replace(self, tiers=tuple(self.tiers[x] for x in used), policy=policy)
 
     @property
     def scored(self) -> DiffKVPolicy | None:
@@ -219,7 +238,7 @@ def attend(
         [N, Hq, D], in the queries' dtype.
     """
     assert sight.sinks is None, "attention sinks are not emulated"
-    heads, tokens = key.shape[:2]
+    stored, (heads, tokens) = stored.in_layer(layer), key.shape[:2]
     queries = stored.asked(query, layer).view(heads, -1, *query.shape[1:])  # [H, G, N, D]
     keys, values = stored.keys(key, layer), stored.values(value, layer)
     policy, least = stored.scored, tokens if stored.scored else span.cached

@@ -263,10 +263,10 @@ def _window(findings: Findings, model: Any) -> tuple[int, ...]:
 def _rung(findings: Findings, configurator: Any, given: DiffKVConfig) -> DiffKVConfig:
     """The configuration that memory is told of where the model chooses: what an earlier start chose, if one is kept."""
     before = own_choice.earlier(configurator, given)
-    name, said = (NOTHING_LOST, "one is chosen") if before is None else (before.rung, f"{before.rung} was chosen")
+    name, said = (NOTHING_LOST, "one is chosen") if before is None else (before.name, f"{before.name} was chosen")
     hint = "" if before is not None else ". Start a server once, or name a preset, before you size by them"
     findings.add("rungs", f"{', '.join(RUNGS)}: {said} at the start; figures here are of {name}{hint}")
-    return rungs(given)[name]
+    return rungs(given)[name] if before is None else before.config(given)
 
 
 def _memory(findings: Findings, configurator: Any, given: str | None, gib: float) -> None:

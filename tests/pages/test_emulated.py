@@ -3,6 +3,8 @@ manager."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -105,6 +107,19 @@ def test_a_request_over_pages(tiers: tuple[str, ...], window: int, rotation: Rot
         assert (wrong - expected)[late].abs().mean() > 5 * error, "the test sees whether anything was rounded"
 
 
+@pytest.mark.parametrize(("between", "pair"), [(0.0, ("K8V6", "K4V3")), (1e9, ("K8V6", "K3V2"))])
+def test_a_layer_with_two_of_three_tiers(between: float, pair: tuple[str, str]) -> None:
+    """Is as one of the two alone, and as pages of three tiers."""
+    tiers, policy = ("K8V6", "K4V3", "K3V2"), diffkv_policy(1e9, 0.0, window=6, alpha_between=((between,),))
+    found, alone = emulated(Stored(parsed(tiers), policy)), diffkv_policy(1e9, 0.0, window=6)
+    assert torch.equal(found, emulated(Stored(parsed(pair), alone)))
+    expected, _ = paged(policy, tiers, NO_ROTATION, None, SPAN)
+    torch.testing.assert_close(found, expected, rtol=0.02, atol=0.02)
+    computed = Stored(parsed(tiers), policy, only=frozenset({1}))
+    assert torch.equal(emulated(computed), emulated(AS_COMPUTED)), "layer 0 is not among those"
+    assert torch.equal(emulated(replace(computed, only=frozenset({0}))), found)
+
+
 def test_a_prompt_s_tokens_are_placed_by_their_scores() -> None:
     policy = diffkv_policy(1.0, 0.0, window=6, sinks=2)
     span = Span(0, SPAN.prompt)
@@ -147,6 +162,8 @@ def test_fp8_rounds_what_is_read_of_a_cache() -> None:
 def test_what_is_not_emulated_is_refused() -> None:
     with pytest.raises(ValueError, match="DiffKV's thresholds"):
         Stored(parsed(("K8V4", "K4V2")), UniformPolicy())
+    with pytest.raises(ValueError, match="more than two tiers in a layer"):
+        Stored(parsed(("K8V6", "K6V4", "K4V2")), diffkv_policy(3.0, 0.0, 6, alpha_between=((3.0, 1.0),)))
     for policy, tiers in (
         ({"name": "diffkv", "alpha_low": 0.1}, ["K8V4", "K4V2"]),
         ({"name": "snapkv", "budget": 64}, ["K8V4"]),

@@ -18,7 +18,22 @@ from sglang_diffkv.capacity.settings import settings_of
 from sglang_diffkv.config import CONFIG_ENV, DiffKVConfig, load_config, read_config
 from sglang_diffkv.errors import ConfigError, UnsupportedError
 from sglang_diffkv.evaluate.configuration import parse_configuration
-from sglang_diffkv.ladder import RUNGS, Choice, Loss, climb, rungs, scored_positions
+from sglang_diffkv.ladder import (
+    BY_LAYER,
+    MOST_RAISED,
+    RUNGS,
+    Choice,
+    Loss,
+    Raised,
+    climb,
+    coarse,
+    groups_of,
+    mixed_rungs,
+    name_of,
+    raise_layers,
+    rungs,
+    scored_positions,
+)
 from sglang_diffkv.layout.page_format import Tier
 from sglang_diffkv.srt.startup import launch, own_choice
 
@@ -112,7 +127,8 @@ def test_a_launch_hands_it_on_and_a_choice_is_told(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(own_choice.compat, "resolved", lambda args: args)
     given = '{"thresholds": "auto", "page_tokens": 16}'
     launch.configure(SimpleNamespace(model_path=str(NANO)), given)
-    assert seen == list(rungs(read_config(given)).values()), "all of them are checked before weights load"
+    every = [*rungs(read_config(given)).values(), *mixed_rungs(read_config(given))]
+    assert seen == every, "all of them are checked before weights load"
     assert read_config() == read_config(given) and read_config().chosen_at_start
     with pytest.raises(ConfigError):
         load_config()
@@ -166,7 +182,8 @@ def unchecked(monkeypatch: pytest.MonkeyPatch) -> list[DiffKVConfig]:
 def test_a_launch_that_is_told_nothing_has_the_model_choose(unchecked: list[DiffKVConfig]) -> None:
     launch.configure(SimpleNamespace(**USUAL))
     assert read_config().chosen_at_start and not read_config().chosen_or_refused
-    assert unchecked == [*rungs(DiffKVConfig()).values(), load_config("careful")], "whatever it will run"
+    every = [*rungs(DiffKVConfig()).values(), *mixed_rungs(DiffKVConfig()), load_config("careful")]
+    assert unchecked == every, "whatever it will run"
     assert "no configuration was given" in launch.configuration_report()["thresholds"]
     launch.configure(SimpleNamespace(**USUAL), "{}")
     assert load_config() == DiffKVConfig(), "which is told as before"
@@ -247,6 +264,107 @@ def test_a_loaded_model_that_cannot_choose(
     if not isinstance(error, own_choice.CannotChooseError):
         with pytest.raises(UnsupportedError, match="Add --diffkv-config careful"):  # another may be in the pass still
             own_choice.choose(None, DiffKVConfig(thresholds="auto_or_careful"))
+
+
+LOWER, UPPER = BY_LAYER[0]
+
+
+def chosen(needed: set[int], layers: int = 12, groups: int = 12, rung: str = UPPER) -> tuple[Choice, list[Raised]]:
+    """By a model that bears the lower rung once layers ``needed`` are raised, and what was asked. What a layer loses
+    alone falls with its number, but for those that are needed."""
+    names, asked = list(RUNGS), []
+
+    def alone(group: Raised) -> Loss:
+        return Loss(0.02, 0.05) if needed & set(group) else Loss(0.01 / (1 + group[0]), 0.0)
+
+    def judge(raised: Raised) -> Loss:
+        asked.append(raised)
+        return LESS if needed <= set(raised) else MORE
+
+    choice = climb(names, FP8, lambda name: LESS if names.index(name) >= names.index(rung) else MORE)
+    return raise_layers(choice, groups_of(layers, groups), alone, judge), asked
+
+
+@pytest.mark.parametrize("needed", [{2}, {2, 6, 8}, {0, 11}, set(range(9))])
+def test_the_fewest_layers_that_hold_fp8_s_loss_are_raised(needed: set[int]) -> None:
+    choice, asked = chosen(needed)
+    assert choice.rung == UPPER and choice.raised == tuple(sorted(needed))
+    assert choice.raised in asked and len(asked) <= 4, "what is taken was judged"
+    assert choice.loss == LESS and chosen(needed)[0] == choice
+    config = choice.config(DiffKVConfig(page_tokens=16, thresholds="auto"))
+    lower, upper = (rungs(DiffKVConfig())[name] for name in (LOWER, UPPER))
+    assert config.tiers == (lower.tiers[0], upper.tiers[1], lower.tiers[1]) and config.page_tokens == 16
+    used = [config.build_policy().prompt.used_tiers(3, layer) for layer in range(12)]
+    assert used == [(0, 1) if layer in needed else (0, 2) for layer in range(12)]
+    config.check_heads(12, 2)
+    assert config.build_policy().scored_tiers(3) == lower.build_policy().scored_tiers(2) == 1, "no byte more a token"
+
+
+def test_groups_of_layers_are_raised_together() -> None:
+    choice, _ = chosen({2, 7}, groups=6)
+    assert choice.raised == (2, 3, 6, 7)
+    assert groups_of(30, 6) == [tuple(range(x, x + 5)) for x in range(0, 30, 5)]
+    assert groups_of(7, 6) == [(0, 1), (2, 3), (4, 5), (6,)] and groups_of(3, 6) == [(0,), (1,), (2,)]
+
+
+@pytest.mark.parametrize(
+    ("needed", "rung"), [(set(range(10)), UPPER), *(({2}, rung) for rung in RUNGS if rung != UPPER)]
+)
+def test_the_plain_rung_is_taken(needed: set[int], rung: str) -> None:
+    """Where nearly all layers would be raised, and where no pair of rungs is for that."""
+    choice, asked = chosen(needed, rung=rung)
+    assert choice.rung == choice.name == rung and choice.raised is None
+    assert choice.config(DiffKVConfig()) == rungs(DiffKVConfig())[rung]
+    assert bool(asked) == (rung == UPPER) and all(len(x) <= MOST_RAISED * 12 for x in asked)
+
+
+def test_pairs_of_rungs_whose_layers_may_differ() -> None:
+    names = list(RUNGS)
+    for lower, upper in BY_LAYER:
+        assert names.index(upper) == names.index(lower) + 1
+        low, high = (rungs(DiffKVConfig())[name] for name in (lower, upper))
+        assert low.tiers[0] == high.tiers[0] and low.policy == high.policy
+        assert Tier.parse(coarse(DiffKVConfig(), upper).tiers[1]).k_bits < Tier.parse(low.tiers[1]).k_bits
+    assert [x.tiers for x in mixed_rungs(DiffKVConfig())] == [("K8V6", "K6V4", "K5V4")]
+    assert name_of(UPPER, (2, 6)) == "K8V6 and K5V4, K6V4 in layers 2, 6"
+
+
+def test_ranks_take_the_layers_of_the_first() -> None:
+    class Two:
+        """The other rank's numbers are zeros."""
+
+        def largest(self, mine: Any) -> Any:
+            return mine.clip(0)
+
+    choice, _ = chosen({2, 8})
+    index, raised = own_choice.agreed_choice(Two(), choice, 12)  # type: ignore[arg-type]
+    assert (list(RUNGS)[index - 1], raised) == (UPPER, (2, 8))
+    assert own_choice.agreed_choice(Two(), None, 12) == (0, None)  # type: ignore[arg-type]
+    plain, _ = chosen({2}, rung="K8V5")
+    assert own_choice.agreed_choice(Two(), plain, 12) == (1 + list(RUNGS).index("K8V5"), None)  # type: ignore[arg-type]
+
+
+def test_a_kept_choice_of_layers(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    import json
+
+    file = tmp_path / "choice.json"
+    for needed in ({2, 6}, set(range(12))):
+        choice, _ = chosen(needed)
+        file.write_text(json.dumps(own_choice.plain(choice)), encoding="utf-8")
+        assert own_choice.kept(file, 12) == own_choice.kept(file) == choice
+        assert own_choice.kept(file, 13) is None and "not the model's" in caplog.text
+    choice, _ = chosen({2, 6})
+    kept = own_choice.plain(choice)
+    found = kept["by_layer"]
+    for damaged in (
+        {**found, "raised": [2]}, {**found, "raised": None}, {**found, "alone": found["alone"][:-1]}, [],
+        {**found, "judged": []}, {**found, "alone": [["x", []]]}, {"raised": [2, 6]},
+    ):  # fmt: skip
+        caplog.clear()
+        file.write_text(json.dumps({**kept, "by_layer": damaged}), encoding="utf-8")
+        assert own_choice.kept(file, 12) is None and "is made again" in caplog.text
+    assert "its layers are those that lose most" in own_choice._because(choice)
+    assert "K3V2 in layer 2 alone" in own_choice._reported(choice)
 
 
 def test_a_kept_choice_follows_from_its_numbers(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -29,17 +29,27 @@ from sglang_diffkv.errors import ConfigError, UnsupportedError
 from sglang_diffkv.files import named, private_folder, read_json, write_privately
 from sglang_diffkv.key_means import KeySums, impossible
 from sglang_diffkv.ladder import (
+    COARSE,
+    CPU_GROUPS,
     DECIDED,
     FORMAT,
     JUDGING,
     LEAST_TOKENS,
+    MOST_GROUPS,
     RUNGS,
     SHARE,
     TOKENS,
     Choice,
     Loss,
+    Raised,
     beside,
     climb,
+    coarse,
+    config_of,
+    groups_of,
+    mixed_rungs,
+    name_of,
+    raise_layers,
     rungs,
     scored_positions,
     text_of,
@@ -101,7 +111,7 @@ def candidates(server_args: Any, given: DiffKVConfig) -> list[DiffKVConfig]:
         return [given]
     if given.chosen_or_refused and (why := obstacle(compat.resolved(server_args))):
         raise refusal(why)
-    every = list(rungs(given).values())
+    every = [*rungs(given).values(), *mixed_rungs(given)]
     return every if given.chosen_or_refused else [*every, careful(given, "").config]
 
 
@@ -200,16 +210,16 @@ def _chosen(runner: Any, ranks: Ranks, given: DiffKVConfig) -> Taken:
             file, why = _file(*server, ranks.size, given, texts)
         except Exception as error:  # the other ranks go on
             why = f"its name was not found: {type(error).__name__}: {error}"
-    before = None if file is None else kept(file)
-    names = list(RUNGS)
-    index = int(ranks.largest(np.array([0 if before is None else 1 + names.index(before.rung)]))[0])
+    layers = layer_ids(runner)
+    before = None if file is None else kept(file, len(layers))
+    index, raised = agreed_choice(ranks, before, len(layers))
     seconds = None
     if index:
-        rung, choice, how = names[index - 1], before, f"kept in {named(file)}" if file else "of the first rank"
+        rung, choice, how = list(RUNGS)[index - 1], before, f"kept in {named(file)}" if file else "of the first rank"
     else:
         began = time.perf_counter()
         choice = _judged(runner, ranks, given, texts)
-        rung, seconds = choice.rung, round(time.perf_counter() - began, 2)
+        rung, raised, seconds = choice.rung, choice.raised, round(time.perf_counter() - began, 2)
         if file is not None:
             why = write_privately(file, lambda path: path.write_text(json.dumps(plain(choice)), encoding="utf-8"))
         if ranks.rank:
@@ -217,13 +227,32 @@ def _chosen(runner: Any, ranks: Ranks, given: DiffKVConfig) -> Taken:
         else:
             how = f"kept in {named(file)}" if file and not why else f"not kept: {why}"
         how = f"measured in {seconds:.1f} s, {how}"
-    said = f"{rung} ({_because(choice)}; {how})"
-    facts = {} if choice is None else {"millinats": _reported(choice)}
+    chosen = name_of(rung, raised)
+    said = f"{chosen} ({_because(choice)}; {how})"
+    facts: dict[str, Any] = {} if choice is None else {"millinats": _reported(choice)}
     kept_in = None if why or file is None else str(file)
-    _report = {"chosen": rung, "how": said, "tokens": len(texts.judged), "file": kept_in, **facts}
+    facts |= {} if raised is None else {"layers": list(raised)}
+    _report = {"chosen": chosen, "how": said, "tokens": len(texts.judged), "file": kept_in, **facts}
     _report |= {} if seconds is None else {"seconds": seconds}
     logger.info("DiffKV: the model chose %s", said)
-    return Taken(rungs(given)[rung], f"chosen for the model: {said}", CHOSEN)
+    config = config_of(given, rung, raised, len(layers))
+    return Taken(config, f"chosen for the model: {said}", CHOSEN)
+
+
+def layer_ids(runner: Any) -> list[int]:
+    """Of the layers that have pages, in order."""
+    return sorted({layer.layer_id for layer in attention_layers(runner.model)})
+
+
+def agreed_choice(ranks: Ranks, before: Choice | None, layers: int) -> tuple[int, Raised | None]:
+    """What the first rank has of an earlier start: its rung's place from 1 on, 0 for none, and the layers raised."""
+    mine = np.zeros(2 + layers, dtype=np.int64)
+    if before is not None:
+        mine[0] = 1 + list(RUNGS).index(before.rung)
+        mine[1] = before.raised is not None
+        mine[[2 + layer for layer in before.raised or ()]] = 1
+    found = ranks.largest(mine)
+    return int(found[0]), tuple(np.flatnonzero(found[2:]).tolist()) if found[1] else None
 
 
 def _tokens(view: Any, model: Any) -> tuple[str, Texts]:
@@ -249,8 +278,9 @@ def _texts(runner: Any, ranks: Ranks) -> Texts:
 
 
 def _judged(runner: Any, ranks: Ranks, given: DiffKVConfig, texts: Texts) -> Choice:
-    """Have the model judge rungs, to find the first that loses no more than FP8 does. Raises CannotChooseError."""
-    layers = sorted({layer.layer_id for layer in attention_layers(runner.model)})
+    """Have the model judge rungs, to find the first that loses no more than FP8 does, and layers where that helps.
+    Raises CannotChooseError."""
+    layers = layer_ids(runner)
     prompt, reply = scored_positions(len(texts.judged))
     configs = rungs(given)
     try:
@@ -266,7 +296,19 @@ def _judged(runner: Any, ranks: Ranks, given: DiffKVConfig, texts: Texts) -> Cho
         def loss(found: torch.Tensor) -> Loss:
             return agreed(ranks, Loss.of(found, fp8, len(prompt)))
 
-        return climb(list(configs), loss(fp8), lambda name: loss(lost(stored_of(configs[name], means))))
+        def judge(config: DiffKVConfig) -> Loss:
+            return loss(lost(stored_of(config, means)))
+
+        choice = climb(list(configs), loss(fp8), lambda name: judge(configs[name]))
+
+        def alone(group: Raised) -> Loss:
+            stored = stored_of(coarse(given, choice.rung), means)
+            return loss(lost(replace(stored, only=frozenset(group))))
+
+        groups = groups_of(len(layers), CPU_GROUPS if str(runner.device) == "cpu" else MOST_GROUPS)
+        return raise_layers(
+            choice, groups, alone, lambda raised: judge(config_of(given, choice.rung, raised, len(layers)))
+        )
     except torch.OutOfMemoryError:
         if not ranks.alone:  # the others are in the pass, and wait for this one
             raise
@@ -296,7 +338,7 @@ def _because(choice: Choice | None) -> str:
     if choice is None:
         return "all ranks take the first one's"
     fp8 = choice.fp8.report()
-    taken, names = choice.judged.get(choice.rung), list(RUNGS)
+    taken, names = choice.loss, list(RUNGS)
     lost = "it loses nothing" if taken is None else "it loses {prompt:g} and {reply:g}".format(**taken.report())
     smaller = [
         f"{name}, with fewer bytes, would lose {loss.report()['prompt']:g} and {loss.report()['reply']:g}"
@@ -304,11 +346,22 @@ def _because(choice: Choice | None) -> str:
         if names.index(name) < names.index(choice.rung)
     ]
     limit = f"millinats a token in prompts and in replies, FP8 {fp8['prompt']:g} and {fp8['reply']:g}"
-    return "; ".join([f"{lost} {limit}", f"{SHARE:g} of that is allowed, less a standard error", *smaller])
+    said = [f"{lost} {limit}", f"{SHARE:g} of that is allowed, less a standard error", *smaller]
+    if choice.raised is not None:
+        said.append(f"its layers are those that lose most with {COARSE} alone")
+    return "; ".join(said)
 
 
 def _reported(choice: Choice) -> dict[str, Any]:
-    return {"fp8_e4m3": choice.fp8.report(), **{name: loss.report() for name, loss in choice.judged.items()}}
+    found = {"fp8_e4m3": choice.fp8, **choice.judged}
+    if (layers := choice.by_layer) is not None:
+        found |= {name_of(choice.rung, raised): loss for raised, loss in layers.judged.items()}
+        found |= {f"{COARSE} in {_listed(group)} alone": loss for group, loss in layers.alone.items()}
+    return {name: loss.report() for name, loss in found.items()}
+
+
+def _listed(layers: Raised) -> str:
+    return f"layer {layers[0]}" if len(layers) == 1 else f"layers {layers[0]} to {layers[-1]}"
 
 
 def _file(
@@ -323,6 +376,7 @@ def _file(
     except (ConfigError, RuntimeError) as error:  # or no home
         return None, f"the folder for it (set {CACHE_ENV}) cannot be used: {error}"
     ladder = {name: config.whole() for name, config in rungs(given).items()}
+    ladder |= {f"{config.tiers}": config.whole() for config in mixed_rungs(given)}
     about = [FORMAT, name, str(dtype), str(device), ranks, texts.means, texts.judged, ladder]
     return folder / f"choice-{hashlib.blake2b(canonical(about), digest_size=16).hexdigest()}.json", ""
 
@@ -341,19 +395,38 @@ def earlier(configurator: Any, given: DiffKVConfig) -> Choice | None:
 def plain(choice: Choice) -> dict[str, Any]:
     """As JSON data; ``kept`` reads it."""
     judged = {name: astuple(x) for name, x in choice.judged.items()}
-    return {"rung": choice.rung, "fp8": astuple(choice.fp8), "judged": judged}
+    found: dict[str, Any] = {"rung": choice.rung, "fp8": astuple(choice.fp8), "judged": judged}
+    if (layers := choice.by_layer) is not None:
+        found["by_layer"] = {
+            "raised": layers.raised,
+            "alone": [[group, astuple(x)] for group, x in layers.alone.items()],
+            "judged": [[raised, astuple(x)] for raised, x in layers.judged.items()],
+        }
+    return found
 
 
-def kept(file: Path) -> Choice | None:
-    """What an earlier start chose; None if none did, or the file is damaged or does not follow from its own numbers."""
+def kept(file: Path, layers: int | None = None) -> Choice | None:
+    """What an earlier start chose; None if none did, or the file is damaged or does not follow from its own numbers.
+
+    Args:
+        layers: that the model has; None if that is not known yet.
+    """
     if not file.exists():
         return None
     try:
         found = read_json(file, MOST_BYTES)
         judged = {str(name): Loss(*map(float, x)) for name, x in found["judged"].items()}
         choice = climb(list(RUNGS), Loss(*map(float, found["fp8"])), judged.__getitem__)
-        if choice.rung != found["rung"]:
-            raise ValueError("it names another rung than its numbers do")
+        if (by_layer := found.get("by_layer")) is not None:
+            alone, tried = (
+                {tuple(map(int, x)): Loss(*map(float, y)) for x, y in by_layer[z]} for z in ("alone", "judged")
+            )
+            if [x for group in alone for x in group] != list(range(sum(map(len, alone)) if layers is None else layers)):
+                raise ValueError("its layers are not the model's")
+            choice = raise_layers(choice, list(alone), alone.__getitem__, tried.__getitem__)
+        raised = None if by_layer is None or by_layer["raised"] is None else tuple(by_layer["raised"])
+        if choice.rung != found["rung"] or choice.raised != raised:
+            raise ValueError("it names another choice than its numbers do")
     except (ConfigError, KeyError, TypeError, ValueError, AttributeError) as error:
         logger.warning("DiffKV: the choice in %s is made again: %s", named(file), error)
         return None
