@@ -16,8 +16,9 @@ def columns(tiers: int) -> int:
 
 
 def count_rows(
-    state: PageState, rows: torch.Tensor, *, steps: int, low_grows: bool, out: torch.Tensor | None = None
-) -> torch.Tensor:
+    state: PageState, rows: torch.Tensor, *, steps: int, low_grows: bool, out: torch.Tensor | None = None,
+    used: torch.Tensor | None = None,
+) -> torch.Tensor:  # fmt: skip
     """Counts of each row, and the ring's counters.
 
     Row i of the result is of ``rows[i]``. It has the most pages that its next ``steps`` decode steps can take; its
@@ -28,6 +29,7 @@ def count_rows(
         rows: [n] int32 or int64, n may be 0.
         low_grows: whether a step can add a token to one of the lower tiers too (the policy compresses).
         out: [n + 1, 4 + T] int64 to write to, or None for a new tensor.
+        used: [L, H, T] int32, 1 where steps may move tokens of a head to a tier, else 0; None where they may to all.
 
     Returns:
         [n + 1, 4 + T] int64.
@@ -39,6 +41,8 @@ def count_rows(
     slack = (entries - state.own_entry[rows]) * tokens - state.own_tokens[rows]  # [n, L, H, T]
     slack[..., 0] += state.hole[rows] >= 0
     demand = -(-(steps - slack).clamp(min=0) // tokens)  # [n, L, H, T]
+    if used is not None:
+        demand *= used
     lower = demand[..., 1:].sum(3).clamp(max=steps)  # a step moves one token of a head
     shape = (rows.shape[0] + 1, columns(len(state.tiers)))
     if out is None:

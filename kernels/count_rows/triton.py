@@ -30,11 +30,12 @@ def pages_needed(held, own_entry, own_tokens, at, live, spare, steps, TOKENS: tl
 
 @triton.jit(do_not_specialize=["steps"], do_not_specialize_on_alignment=["rows"])
 def count_rows_kernel(
-    rows, steps, entries, kept_entry, own_entry, own_tokens, hole, fault, counters, out,
+    rows, steps, entries, kept_entry, own_entry, own_tokens, hole, fault, counters, used, out,
     LAYOUTS: tl.constexpr, TIERS: tl.constexpr, LOW_GROWS: tl.constexpr, LH: tl.constexpr, R: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Grid (n + 1): a row each, and last the ring's counters. ``R`` of a row's ``LH`` heads at a time."""
+    """Grid (n + 1): a row each, and last the ring's counters. ``R`` of a row's ``LH`` heads at a time. ``used`` may be
+    None."""
     number = tl.program_id(0)
     target = out + number.to(tl.int64) * COLUMNS
     if number == tl.num_programs(0) - 1:
@@ -62,9 +63,10 @@ def count_rows_kernel(
                 if tier == 0:
                     demand += pages_needed(held, own_entry, own_tokens, at, live, spare, steps, LAYOUTS[0][I_TOKENS])
                 elif LOW_GROWS:
-                    lower += pages_needed(
-                        held, own_entry, own_tokens, at + tier, live, 0, steps, LAYOUTS[tier][I_TOKENS]
-                    )
+                    more = pages_needed(held, own_entry, own_tokens, at + tier, live, 0, steps, LAYOUTS[tier][I_TOKENS])
+                    if used is not None:
+                        more *= tl.load(used + head * TIERS + tier, mask=live, other=0)
+                    lower += more
                 counted = counted + (tl.maximum(most[tier], held),)  # type: ignore[assignment]
                 total += held
                 private += held - tl.load(kept_entry + at + tier, mask=live, other=0)
@@ -78,28 +80,35 @@ def count_rows_kernel(
             tl.store(target + FAULT + 1 + tier, tl.max(most[tier], 0).to(tl.int64))
 
 
-def count_rows(state: PageState, rows: torch.Tensor, *, steps: int, low_grows: bool) -> torch.Tensor:
+def count_rows(
+    state: PageState, rows: torch.Tensor, *, steps: int, low_grows: bool, used: torch.Tensor | None = None
+) -> torch.Tensor:
     """Counts of each row, and the ring's counters: [n + 1, 4 + T] int64; see ``reference.count_rows``.
 
     Args:
         rows: [n] int32 or int64, n may be 0.
     """
-    return prepare_count_rows(state, low_grows=low_grows)(rows, steps)
+    return prepare_count_rows(state, low_grows=low_grows, used=used)(rows, steps)
 
 
-def prepare_count_rows(state: PageState, *, low_grows: bool) -> Callable[[torch.Tensor, int], torch.Tensor]:
+def prepare_count_rows(
+    state: PageState, *, low_grows: bool, used: torch.Tensor | None = None
+) -> Callable[[torch.Tensor, int], torch.Tensor]:
     """``count_rows`` of a state: rows, always of one type, and steps."""
     for counts in (state.entries, state.kept_entry, state.own_entry, state.own_tokens, state.hole, state.fault):
         assert counts.dtype == torch.int32 and counts.is_contiguous()  # [R, L, H, T], [R, L, H] or [R]
     assert state.counters.shape == (2,) and state.counters.dtype == torch.int64
     tiers = len(state.fmt.tiers)
+    if used is not None:
+        assert used.shape == (state.num_layers, state.num_heads, tiers) and used.dtype == torch.int32
+        assert used.is_contiguous() and used.device == state.device
     columns = reference.columns(tiers)
     launch = Launch(
         count_rows_kernel,
         (1,),
         (
             None, None, state.entries, state.kept_entry, state.own_entry, state.own_tokens, state.hole, state.fault,
-            state.counters, None,
+            state.counters, used, None,
         ),
         {
             "LAYOUTS": layout_numbers(state.fmt), "TIERS": tiers, "LOW_GROWS": low_grows,

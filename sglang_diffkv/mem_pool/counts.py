@@ -147,8 +147,11 @@ class PageCounts:
         self.step_tokens = step_tokens
         self.lookahead = LOOKAHEAD * step_tokens
         """Tokens that a request may take until the next snapshot is read."""
-        high, *lower = (-(-self.lookahead // x.tokens) for x in geometry.fmt.layouts)
-        self.unknown = geometry.heads * (high + (min(sum(lower), self.lookahead) if low_grows else 0))
+        tiers = [-(-self.lookahead // x.tokens) for x in geometry.fmt.layouts]
+        policy = device.ops.policy
+        used = [policy.used_tiers(len(tiers), layer) for layer in range(geometry.num_layers)]
+        lower = [min(sum(tiers[x] for x in layer if x), self.lookahead) if low_grows else 0 for layer in used]
+        self.unknown = geometry.num_heads * (geometry.num_layers * tiers[0] + sum(lower))
         """Pages that a row may take in ``LOOKAHEAD`` decode steps when nothing is known of it. They are of the high
         tier, and of the lower tiers to which each new token may move another."""
         self.tick = 0

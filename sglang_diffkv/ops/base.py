@@ -18,7 +18,7 @@ from sglang_diffkv.kernels.set_blocks.reference import set_blocks
 from sglang_diffkv.layout.query_cache import QueryCache
 from sglang_diffkv.layout.state import PageState
 from sglang_diffkv.layout.transfer import to_device
-from sglang_diffkv.ops.decisions import Decisions, Scoring
+from sglang_diffkv.ops.decisions import Decisions, Scoring, used_by_heads
 from sglang_diffkv.ops.launches import Launches
 from sglang_diffkv.policies.base import Observation, Policy
 
@@ -213,6 +213,8 @@ class Ops(ABC):
 
     def __init__(self, state: PageState, policy: Policy):
         self.state, self.policy = state, policy
+        self.used = used_by_heads(state, policy)
+        """[L, H, T] int32, 1 where a head may have tokens of a tier; None where all may."""
 
     @property
     def step_tiers(self) -> int:
@@ -385,7 +387,7 @@ class Ops(ABC):
     def trim(self, row: int, end: int) -> None: ...
 
     def count_rows(self, rows: torch.Tensor, *, steps: int, low_grows: bool) -> torch.Tensor:
-        return self.of_rows.count_rows(self.state, rows, steps=steps, low_grows=low_grows)
+        return self.of_rows.count_rows(self.state, rows, steps=steps, low_grows=low_grows, used=self.used)
 
     def measure(self, rows: torch.Tensor, lo: torch.Tensor, hi: torch.Tensor) -> torch.Tensor:
         return self.of_rows.measure(self.state, rows, lo, hi)

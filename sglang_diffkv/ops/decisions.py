@@ -63,6 +63,16 @@ def untouched_tokens(state: PageState, policy: Policy) -> int:
     return min(limits + [policy.window] * policy.compresses, default=NO_LIMIT)
 
 
+def used_by_heads(state: PageState, policy: Policy) -> torch.Tensor | None:
+    """[L, H, T] int32, 1 where a head may have tokens of a tier; None where all may."""
+    tiers = len(state.fmt.tiers)
+    used = [policy.used_tiers(tiers, layer) for layer in range(state.num_layers)]
+    if all(len(x) == tiers for x in used):
+        return None
+    found = [[[int(tier in layer) for tier in range(tiers)]] * state.num_heads for layer in used]
+    return torch.tensor(found, dtype=torch.int32, device=state.device)
+
+
 def tail_tokens(state: PageState, policy: Policy) -> int:
     """Tokens at the end of a prompt that are in the high tier as the newest ones alone, and go down one by one as
     others follow. None where layers slide: what the prefix cache has of a prompt must end with what they hold."""

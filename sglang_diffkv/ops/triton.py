@@ -107,7 +107,9 @@ class TritonOps(Ops):
         self._attach = {kept_only: prepare_attach(state, kept_only=kept_only) for kept_only in (False, True)}
         self._list = prepare_list(state)
         self._seal = prepare_seal(state)
-        self._count_rows = {grows: prepare_count_rows(state, low_grows=grows) for grows in (False, True)}
+        self._count_rows = {
+            grows: prepare_count_rows(state, low_grows=grows, used=self.used) for grows in (False, True)
+        }
         spans = self.prompt.spans
         self._release = {
             everything: prepare_release(state, spans, everything=everything) for everything in (False, True)
@@ -151,7 +153,8 @@ class TritonOps(Ops):
             lines["decode spans"] += tensor_bytes(x.compaction.spans)
             lines["step constants"] += tensor_bytes(x)
         lines["step constants"] += tensor_bytes(self) + tensor_bytes(self.prompt) + tensor_bytes(self.prompt.spans)
-        return {**lines, "decisions": self.decisions.nbytes(), "FlashInfer's plans and results": self.prefill_bytes}
+        decisions = self.decisions.nbytes() + (0 if self.used is None else self.used.nbytes)
+        return {**lines, "decisions": decisions, "FlashInfer's plans and results": self.prefill_bytes}
 
     def _buffers(self, batch: int) -> DecodeBuffers:
         if not self.buffers or self.buffers[-1].max_batch < batch:

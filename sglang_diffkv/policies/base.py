@@ -384,6 +384,14 @@ class Policy:
             return 0
         return max((rule.scored_tiers(tiers) for rule in (self.prompt, self.generation) if rule is not None), default=0)
 
+    def used_tiers(self, tiers: int, layer: int) -> tuple[int, ...]:
+        """Of so many tiers, those in which tokens of ``layer`` may be, in order."""
+        rules = (self.prompt, self.generation)
+        used = [rule.used_tiers(tiers, layer) for rule in rules if isinstance(rule, Pointwise)]
+        if len(used) < sum(rule is not None for rule in rules) or not used:
+            return tuple(range(tiers))
+        return tuple(sorted(set().union(*used)))
+
     @property
     def searches_steps(self) -> bool:
         """Whether generation steps look for tokens to move, and keep scores up where there are any."""

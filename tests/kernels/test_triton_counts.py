@@ -129,8 +129,12 @@ def full_heads(state: PageState, row: int, low_grows: bool) -> int:
     return int(full[..., 0].sum() + (full[..., 1:].any(-1).sum() if low_grows else 0))
 
 
-def expected_counts(state: PageState, rows: list[int], steps: int, low_grows: bool) -> list[list[int]]:
+def expected_counts(
+    state: PageState, rows: list[int], steps: int, low_grows: bool, used: torch.Tensor | None = None
+) -> list[list[int]]:
     """What ``count_rows`` gives, head by head."""
+    into = torch.ones(state.num_layers, state.num_heads, len(state.tiers), dtype=torch.int32) if used is None else used
+    of_heads = into.flatten(0, 1).tolist()
     out = []
     for row in rows:
         tiers = [(t, x.tokens) for t, x in enumerate(state.fmt.layouts)]
@@ -143,6 +147,7 @@ def expected_counts(state: PageState, rows: list[int], steps: int, low_grows: bo
                 pages_taken(entries[i][t] - own[i][t], used[i][t], t == 0 and hole[i] >= 0, tokens, steps)
                 for t, tokens in tiers
             )
+            lower = [pages * here for pages, here in zip(lower, of_heads[i][1:], strict=True)]
             demand += high + low_grows * min(sum(lower), steps)  # a step moves one token
         most = [max(column) for column in zip(*entries)]
         total = sum(map(sum, entries))
@@ -180,16 +185,20 @@ def row_usage(state: PageState, row: int, start: int, end: int) -> list[int]:
 
 
 def check_counts(state: PageState, rows: list[int]) -> None:
-    """Both ops against the plain loop, for several horizons."""
-    twin = on_cpu(state)
+    """Both ops against the plain loop, for several horizons, where all heads use all tiers and where they do not."""
+    twin, draw = on_cpu(state), torch.Generator().manual_seed(5)
+    used = torch.randint(0, 2, (state.num_layers, state.num_heads, len(state.tiers)), generator=draw)
+    used[..., 0] = 1
+    used = used.int().to(DEVICE)
     for steps, low_grows, dtype in HORIZONS:
         index = torch.tensor(rows, dtype=dtype, device=DEVICE)
-        expected = expected_counts(twin, rows, steps, low_grows)
-        reference = count_rows_reference(state, index, steps=steps, low_grows=low_grows)
-        got = count_rows_triton.count_rows(state, index, steps=steps, low_grows=low_grows)
-        assert reference.dtype == got.dtype == torch.int64
-        assert reference.tolist() == expected
-        assert got.tolist() == expected
+        for into in (None, used):
+            expected = expected_counts(twin, rows, steps, low_grows, None if into is None else into.cpu())
+            reference = count_rows_reference(state, index, steps=steps, low_grows=low_grows, used=into)
+            got = count_rows_triton.count_rows(state, index, steps=steps, low_grows=low_grows, used=into)
+            assert reference.dtype == got.dtype == torch.int64
+            assert reference.tolist() == expected
+            assert got.tolist() == expected
 
 
 def check_measure(state: PageState, rows: list[int], ranges: list[tuple[int, int]]) -> None:

@@ -18,6 +18,7 @@ from sglang_diffkv.policies.budget import Budget
 from sglang_diffkv.policies.diffkv import DiffKVPolicy
 from tests.deciding import classify_prompt as classify
 from tests.deciding import moves_of
+from tests.helpers import make_format, make_manager
 from tests.pages.paper import classify_prompt, step_of_tiers
 from tests.policies import between_in, diffkv_policy, snapkv_policy
 
@@ -141,6 +142,19 @@ def test_tiers_that_a_layer_uses(between, used):
     if any(isinstance(x, list) for x in between):
         with pytest.raises(ConfigError, match="alpha_between is of 3 layers, the model has 6 that are stored in pages"):
             found.check_heads(6, 2)
+
+
+def test_steps_ask_for_no_pages_of_a_tier_that_a_layer_does_not_use():
+    """As many as with the two tiers that each layer uses."""
+    by_layer = diffkv_policy(1.0, 0.0, 8, alpha_between=((1.0, 0.0),))
+    three = make_manager(make_format(THREE), policy=by_layer, layers=2)
+    two = make_manager(make_format(THREE[:2]), policy=diffkv_policy(1.0, 0.0, 8), layers=2)
+    every = make_manager(make_format(THREE), policy=diffkv_policy(1.0, 0.0, 8, alpha_between=(0.5,)), layers=2)
+    assert three.counts.unknown == two.counts.unknown < every.counts.unknown
+    assert three.ops.used[:, 0].tolist() == [[1, 0, 1], [1, 1, 0]] and two.ops.used is every.ops.used is None
+    rows = torch.tensor([1])
+    found = [x.ops.count_rows(rows, steps=2, low_grows=True)[0, 0] for x in (three, two, every)]
+    assert found[0] == found[1] < found[2], "of rows without tokens"
 
 
 def config(**fields: object) -> DiffKVConfig:
