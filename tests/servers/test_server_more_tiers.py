@@ -26,6 +26,33 @@ CONFIGS = {
 }
 
 
+RAISED = (1, 4)
+BY_LAYER = {
+    "tiers": ["K8V6", "K6V4", "K5V4"],
+    "rotate": "both",
+    "key_means": "auto",
+    "policy": {
+        "name": "diffkv", "alpha_high": 20.0, "window": 16,
+        "alpha_between": [[0.0 if layer in RAISED else 20.0 for layer in range(6)]],
+    },
+}  # fmt: skip
+"""As a model chooses that needs more bits in two of its six layers."""
+
+
+def test_layers_use_different_tiers_below_the_first(server_of: Callable[..., Server]) -> None:
+    server = server_of("diffkv", ["--max-total-tokens", "3000"], config={**BY_LAYER, "page_tokens": 8}, env=STRICT)
+    prompts = [tokens(200, 1) + tokens(150, seed) for seed in (2, 3, 2)] + [tokens(90, 4)]
+    sampling = {"temperature": 0, "max_new_tokens": 40, "ignore_eos": True}
+    replies = server.generate({"input_ids": prompts, "sampling_params": sampling})
+    assert [reply["meta_info"]["completion_tokens"] for reply in replies] == [40] * 4
+    stats = stats_of(server)
+    shares, low = stats["share_by_tier"], [sum(heads) for heads in stats["by_head"]["low"]]
+    assert stats["faults"] == 0 and stats["share_pruned"] == 0 and all(low)
+    of_raised = sum(low[layer] for layer in RAISED) / sum(low)
+    assert shares["K6V4"] / (shares["K6V4"] + shares["K5V4"]) == pytest.approx(of_raised)
+    assert shares["K8V6"] < 0.5
+
+
 @pytest.mark.parametrize(
     "config", [CONFIGS["three"], pytest.param(CONFIGS["four"], marks=pytest.mark.full)], ids=["three", "four"]
 )

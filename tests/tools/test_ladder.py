@@ -13,6 +13,7 @@ import torch
 
 from benchmarks.paths import NANO
 from sglang_diffkv import ladder
+from sglang_diffkv.attention.emulated import AS_COMPUTED, Fp8, Stored
 from sglang_diffkv.calibration import resolution
 from sglang_diffkv.capacity.settings import settings_of
 from sglang_diffkv.config import CONFIG_ENV, DiffKVConfig, load_config, read_config
@@ -35,6 +36,7 @@ from sglang_diffkv.ladder import (
     scored_positions,
 )
 from sglang_diffkv.layout.page_format import Tier
+from sglang_diffkv.layout.ranks import Ranks
 from sglang_diffkv.srt.startup import launch, own_choice
 
 FP8 = Loss(0.002, 0.005)
@@ -342,6 +344,40 @@ def test_ranks_take_the_layers_of_the_first() -> None:
     assert own_choice.agreed_choice(Two(), None, 12) == (0, None)  # type: ignore[arg-type]
     plain, _ = chosen({2}, rung="K8V5")
     assert own_choice.agreed_choice(Two(), plain, 12) == (1 + list(RUNGS).index("K8V5"), None)  # type: ignore[arg-type]
+
+
+def test_a_loaded_model_judges_its_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each layer adds what its bits lose, of which two layers lose most: passes are asked for what that needs."""
+    layers, lost, seen = [10 + 2 * layer for layer in range(12)], {3: 8.0, 7: 4.0}, []
+
+    def logits(runner: Any, ids: Any, given: Any, positions: Any, stored: Stored) -> Any:
+        assert list(given) == layers and positions[-1] == len(ids) - 1
+        seen.append(stored)
+        return stored
+
+    def divergence(reference: Stored, stored: Stored) -> torch.Tensor:
+        assert reference is AS_COMPUTED
+        total = 50.0 if isinstance(stored, Fp8) else 0.0
+        for layer in range(12):
+            tiers = stored.in_layer(layer).tiers
+            if not tiers[-1].is_raw and not isinstance(stored, Fp8):
+                total += lost.get(layer, 0.5) * 4.0 ** (5 - tiers[-1].k_bits) * 3
+        return torch.full((512,), total * 1e-3, dtype=torch.float64)
+
+    for name, value in {
+        "logits": logits, "divergence": divergence, "_means": lambda *x: None,
+        "attention_layers": lambda model: [SimpleNamespace(layer_id=x) for x in layers],
+    }.items():  # fmt: skip
+        monkeypatch.setattr(own_choice, name, value)
+    texts = own_choice.Texts([1], list(range(1024)))
+    for device, raised, groups in (("cuda", (3,), 12), ("cpu", (2, 3), 6)):
+        seen.clear()
+        runner = SimpleNamespace(model=None, device=device)
+        choice = own_choice._judged(runner, Ranks(), DiffKVConfig(thresholds="auto"), texts)
+        assert (choice.rung, choice.raised) == (UPPER, raised)
+        alone = [stored.only for stored in seen if stored.only is not None]
+        assert [sorted(x) for x in alone] == [list(x) for x in groups_of(12, groups)]
+        assert len(seen) <= 2 + 3 + groups + 4, "as computed, FP8, rungs, groups, and sets of groups"
 
 
 def test_a_kept_choice_of_layers(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
