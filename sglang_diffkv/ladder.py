@@ -222,6 +222,11 @@ def climb(names: Sequence[str], fp8: Loss, judge: Callable[[str], Loss]) -> Choi
     return Choice(names[last], fp8, judged)
 
 
+def most_groups(device: torch.device | str) -> int:
+    """Groups of layers that are told apart on a device, at most."""
+    return CPU_GROUPS if torch.device(device).type == "cpu" else MOST_GROUPS
+
+
 def groups_of(layers: int, most: int) -> list[Raised]:
     """All layers in at most so many groups of neighbours, of one size but the last."""
     size = -(-layers // most)

@@ -14,7 +14,8 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,24 @@ from sglang_diffkv.evaluate.prompts import load_tokenizer
 from sglang_diffkv.evaluate.report import markdown
 from sglang_diffkv.evaluate.tasks.files import TaskFileError
 from sglang_diffkv.key_means import KeySums
-from sglang_diffkv.ladder import LEAST_TOKENS, RUNGS, Loss, climb, parts_of, rungs, scored_positions, text_of
+from sglang_diffkv.ladder import (
+    LEAST_TOKENS,
+    RUNGS,
+    Choice,
+    Loss,
+    Raised,
+    climb,
+    coarse,
+    config_of,
+    groups_of,
+    most_groups,
+    name_of,
+    parts_of,
+    raise_layers,
+    rungs,
+    scored_positions,
+    text_of,
+)
 from sglang_diffkv.noise_shaping import Moments, NoiseShaping, output_products
 
 READING, READ = "reading.txt", 4096
@@ -108,6 +126,11 @@ class Judge:
         ids = load_tokenizer(tokenizer or path)(text_of(READING))["input_ids"][:READ]
         self.means, self.shaping = self._measured(list(ids))
 
+    @property
+    def layers(self) -> int:
+        """That have pages."""
+        return int(self.model.config.get_text_config().num_hidden_layers)
+
     @torch.inference_mode()
     def _measured(self, ids: list[int]) -> tuple[torch.Tensor | None, NoiseShaping | None]:
         """Key means and noise shaping, as a server has them."""
@@ -139,28 +162,60 @@ Losses = Mapping[str, Sequence[tuple[torch.Tensor, torch.Tensor]]]
 """Of each configuration, passage by passage: of the new prompt's positions, and of the reply's."""
 
 
-def judge(args: argparse.Namespace) -> Losses:
-    """Raises ConfigError, EvaluationError and TaskFileError."""
+Judged = Callable[[Mapping[str, Stored]], Losses]
+"""Judges some ways to store on all passages."""
+
+
+def judge(args: argparse.Namespace) -> tuple[Losses, Choice | None]:
+    """What configurations lose; and, without any, what a server would take if this were its text. Raises ConfigError,
+    EvaluationError and TaskFileError."""
     configs = configurations(args.config)
     passages = windows(args, LEAST_TOKENS)[: args.n]
     judge = Judge(args.model, args.tokenizer)
-    ways: dict[str, Stored] = {FP8: Fp8()}
-    ways |= {name: stored_of(config, judge.means, judge.shaping) for name, config in configs.items()}
-    found: dict[str, list[tuple[torch.Tensor, torch.Tensor]]] = {name: [] for name in ways}
-    for number, passage in enumerate(passages, 1):
-        print(f"passage {number} of {len(passages)}", file=sys.stderr)
-        count = len(scored_positions(len(passage))[0])
-        for name, lost in judge.losses(passage, ways).items():
-            found[name].append((lost[:count], lost[count:]))
-    return found
+
+    def of_all(ways: Mapping[str, Stored]) -> Losses:
+        found: dict[str, list[tuple[torch.Tensor, torch.Tensor]]] = {name: [] for name in ways}
+        for number, passage in enumerate(passages, 1):
+            print(f"passage {number} of {len(passages)}", file=sys.stderr)
+            count = len(scored_positions(len(passage))[0])
+            for name, lost in judge.losses(passage, ways).items():
+                found[name].append((lost[:count], lost[count:]))
+        return found
+
+    ways = {name: stored_of(config, judge.means, judge.shaping) for name, config in configs.items()}
+    found = of_all({FP8: Fp8(), **ways})
+    return (found, None) if args.config else taken(found, judge, of_all)
 
 
-def taken(found: Losses) -> str:
-    """The rung that a server would take, if this were its text."""
-    parts = {name: [torch.cat(x) for x in zip(*losses, strict=True)] for name, losses in found.items()}
-    fp8 = torch.cat(parts[FP8])
-    losses = {name: Loss.of(torch.cat(x), fp8, len(x[0])) for name, x in parts.items()}
-    return climb(list(RUNGS), losses[FP8], losses.__getitem__).rung
+def taken(found: Losses, judge: Judge, of_all: Judged) -> tuple[Losses, Choice]:
+    """Losses with those of layers that were tried, and what a server would take."""
+    every = dict(found)
+
+    def joined(name: str) -> list[torch.Tensor]:
+        return [torch.cat(x) for x in zip(*every[name], strict=True)]
+
+    def loss(name: str) -> Loss:
+        lost = joined(name)
+        return Loss.of(torch.cat(lost), torch.cat(joined(FP8)), len(lost[0]))
+
+    def of(name: str, stored: Stored) -> Loss:
+        every.update(of_all({name: stored}))
+        return loss(name)
+
+    choice, given = climb(list(RUNGS), loss(FP8), loss), DiffKVConfig()
+
+    def alone(group: Raised) -> Loss:
+        stored = stored_of(coarse(given, choice.rung), judge.means, judge.shaping)
+        lost = of(f"layers {group} alone", replace(stored, only=frozenset(group)))
+        every.pop(f"layers {group} alone")
+        return lost
+
+    def mixed(raised: Raised) -> Loss:
+        config = config_of(given, choice.rung, raised, judge.layers)
+        return of(name_of(choice.rung, raised), stored_of(config, judge.means, judge.shaping))
+
+    groups = groups_of(judge.layers, most_groups(judge.model.device))
+    return every, raise_layers(choice, groups, alone, mixed)
 
 
 def table(found: Losses) -> str:
@@ -181,7 +236,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Judge and print; 1 with the reason if that is not possible."""
     args = parse_args(argv)
     try:
-        found = judge(args)
+        found, choice = judge(args)
         if args.output is not None:
             numbers = {name: [[float(x.mean()) for x in y] for y in losses] for name, losses in found.items()}
             Path(args.output).write_text(json.dumps(numbers, indent=1) + "\n", encoding="utf-8")
@@ -189,8 +244,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"sglang_diffkv.calibrate.emulated: {error}", file=sys.stderr)
         return 1
     print(table(found))
-    if not args.config:
-        print(f"auto would take {taken(found)}")
+    if choice is not None:
+        print(f"auto would take {choice.name}")
     return 0
 
 

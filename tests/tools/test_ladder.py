@@ -14,6 +14,7 @@ import torch
 from benchmarks.paths import NANO
 from sglang_diffkv import ladder
 from sglang_diffkv.attention.emulated import AS_COMPUTED, Fp8, Stored
+from sglang_diffkv.calibrate.emulated import taken
 from sglang_diffkv.calibration import resolution
 from sglang_diffkv.capacity.settings import settings_of
 from sglang_diffkv.config import CONFIG_ENV, DiffKVConfig, load_config, read_config
@@ -378,6 +379,25 @@ def test_a_loaded_model_judges_its_layers(monkeypatch: pytest.MonkeyPatch) -> No
         alone = [stored.only for stored in seen if stored.only is not None]
         assert [sorted(x) for x in alone] == [list(x) for x in groups_of(12, groups)]
         assert len(seen) <= 2 + 3 + groups + 4, "as computed, FP8, rungs, groups, and sets of groups"
+
+
+def test_the_tool_says_what_a_server_would_take() -> None:
+    """With layers told apart on the passages that it was given, and what was tried among its figures."""
+    judge: Any = SimpleNamespace(means=None, shaping=None, layers=12, model=SimpleNamespace(device="cpu"))
+
+    def of_all(ways: Any) -> Any:
+        (stored,) = ways.values()
+        worst = sum((1.0 if layer == 3 else 0.1) for layer in range(12) if stored.in_layer(layer).tiers[-1].k_bits < 6)
+        return {name: [passage(worst)] * 2 for name in ways}
+
+    def passage(loss: float) -> tuple[torch.Tensor, torch.Tensor]:
+        return torch.full((8,), loss), torch.full((9,), loss)
+
+    names = list(RUNGS)
+    found = {name: [passage(2.1 if names.index(name) < names.index(UPPER) else 0.5)] * 2 for name in names}
+    every, choice = taken({"fp8_e4m3": [passage(2.0)] * 2, **found}, judge, of_all)
+    assert choice.rung == UPPER and choice.raised == (2, 3)
+    assert choice.name in every and list(every)[:9] == ["fp8_e4m3", *names] and not any("alone" in x for x in every)
 
 
 def test_a_kept_choice_of_layers(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

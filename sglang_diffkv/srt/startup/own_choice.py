@@ -30,12 +30,10 @@ from sglang_diffkv.files import named, private_folder, read_json, write_privatel
 from sglang_diffkv.key_means import KeySums, impossible
 from sglang_diffkv.ladder import (
     COARSE,
-    CPU_GROUPS,
     DECIDED,
     FORMAT,
     JUDGING,
     LEAST_TOKENS,
-    MOST_GROUPS,
     RUNGS,
     SHARE,
     TOKENS,
@@ -48,6 +46,7 @@ from sglang_diffkv.ladder import (
     config_of,
     groups_of,
     mixed_rungs,
+    most_groups,
     name_of,
     raise_layers,
     rungs,
@@ -305,7 +304,7 @@ def _judged(runner: Any, ranks: Ranks, given: DiffKVConfig, texts: Texts) -> Cho
             stored = stored_of(coarse(given, choice.rung), means)
             return loss(lost(replace(stored, only=frozenset(group))))
 
-        groups = groups_of(len(layers), CPU_GROUPS if str(runner.device) == "cpu" else MOST_GROUPS)
+        groups = groups_of(len(layers), most_groups(runner.device))
         return raise_layers(
             choice, groups, alone, lambda raised: judge(config_of(given, choice.rung, raised, len(layers)))
         )
