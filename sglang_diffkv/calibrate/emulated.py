@@ -102,6 +102,9 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--config", action="append", metavar="NAME=JSON", help="a preset, or a name and a configuration; may repeat"
     )
+    parser.add_argument(
+        "--float32", action="store_true", help="compute in float32: what bfloat16 loses by itself is left out"
+    )
     parser.add_argument("--output", type=output_file, help="also write the numbers to this file, .json")
     args = parser.parse_args(argv)
     if args.window_tokens < LEAST_TOKENS:
@@ -120,9 +123,11 @@ def configurations(given: Sequence[str] | None) -> dict[str, DiffKVConfig]:
 class Judge:
     """Judges configurations on a model. Raises EvaluationError."""
 
-    def __init__(self, path: str, tokenizer: str | None):
+    def __init__(self, path: str, tokenizer: str | None, *, float32: bool = False):
         self.reading = Reading()
         self.model = load(path, self.reading.attend)
+        if float32:
+            self.model.float()
         ids = load_tokenizer(tokenizer or path)(text_of(READING))["input_ids"][:READ]
         self.means, self.shaping = self._measured(list(ids))
 
@@ -171,7 +176,7 @@ def judge(args: argparse.Namespace) -> tuple[Losses, Choice | None]:
     EvaluationError and TaskFileError."""
     configs = configurations(args.config)
     passages = windows(args, LEAST_TOKENS)[: args.n]
-    judge = Judge(args.model, args.tokenizer)
+    judge = Judge(args.model, args.tokenizer, float32=args.float32)
 
     def of_all(ways: Mapping[str, Stored]) -> Losses:
         found: dict[str, list[tuple[torch.Tensor, torch.Tensor]]] = {name: [] for name in ways}
