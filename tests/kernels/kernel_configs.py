@@ -19,6 +19,7 @@ CONFIGS = {
     "odd bits": ("K7V5 K5V3", 96, 7),
     "chosen": ("K8V6 K5V4", 128, 4),
     "chosen, wide": ("K8V6 K5V4", 256, 4),
+    "chosen by layer": ("K8V6 K6V4 K5V4", 128, 4),
     "careful": ("K8V5", 64, 3),
     "sampled queries": ("K8V4 K4V2", 128, 4),
     "window alone": ("K8V4 K4V2", 128, 4),
@@ -40,6 +41,7 @@ NO_MEANS = {"one head a rank"}
 METHODS = {
     "three tiers": '{"name": "diffkv", "alpha_high": 1, "alpha_between": [0.7], "window": 64}',
     "four tiers": '{"name": "diffkv", "alpha_high": 1, "alpha_between": [0.7, 0.4], "window": 64}',
+    "chosen by layer": '{"name": "diffkv", "alpha_high": 20, "alpha_between": [[20, 0]], "window": 64}',
     "snapkv": '{"name": "snapkv", "budget": 512}',
     "knorm": '{"name": "knorm", "budget": 512}',
     "random": '{"name": "random", "budget": 512, "seed": 4000000000}',
