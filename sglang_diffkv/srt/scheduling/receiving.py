@@ -1,9 +1,13 @@
-"""Rows of prompts that another server has computed, on their way here, and rows of requests that were retracted."""
+"""Rows of prompts that another server has computed, on their way here, and rows of requests that were retracted.
+
+With several ranks each has rows of its own heads. All give the same answers in the same order, or they would part.
+"""
 
 from __future__ import annotations
 
 import logging
 import math
+from collections.abc import Sequence
 from typing import Any
 
 from sglang_diffkv.mem_pool.ledger import PageLedger
@@ -85,24 +89,25 @@ class Receiving:
         assert wanted is not None, "blocks were free, and nobody took them"
         self.imports[req] = wanted
 
-    def arrived(self, req: Any) -> bool:
-        """The engine says that a request's row has come. True once it was checked.
-
-        Raises what is wrong with it.
-        """
-        wanted = self.imports.get(req)
-        if wanted is None:
-            return True
-        if wanted.reading is None:
-            self.transfer.look(wanted, disaggregation.name_of(req))
-        assert wanted.reading is not None
-        if not wanted.looked:
-            return False
-        wanted.reading.result()
-        return True
+    def arrived(self, reqs: Sequence[Any]) -> list[Exception | bool]:
+        """The engine says that the rows of requests have come. Of each: True once it was checked on all ranks, False
+        while it is, or what is wrong with it."""
+        every = [self.imports.get(req) for req in reqs]
+        for req, wanted in zip(reqs, every, strict=True):
+            if wanted is not None:
+                self.transfer.look(wanted, disaggregation.name_of(req))
+        return self.transfer.arrived(every)
 
     def begin(self, req: Any) -> None:
-        """The request's row is made of what has come. Raises what is wrong with it; the row must be released then."""
+        """The request's row is made of what has come. Raises what is wrong with it, on any rank; the row must be
+        released then. One that SGLang has ended here ends on all ranks."""
+        ranks = self.manager.ranks
+        if not ranks.alone or not req.finished():
+            ranks.together(lambda: self._begin(req))
+
+    def _begin(self, req: Any) -> None:
+        if req.finished():
+            raise RuntimeError("it has ended")
         row, wanted = compat.allocated_row_of(req), self.imports.get(req)
         self.ledger.forget(req)
         if wanted is None:
@@ -135,9 +140,9 @@ class Receiving:
             if isinstance(kept, str):
                 raise NoRoom(kept)
             self.tree.make_table_blocks(self.ledger.blocks_for([], tokens))  # if it can: fewer may be enough
-            if not self.tree.make_pages(kept.numbers.pages):
+            if not self.tree.make_pages(kept.takes.pages):
                 raise NoRoom("it has more pages than are free")
-            self.transfer.bring_back(kept, row)
+            self.manager.ranks.together(lambda: self.transfer.bring_back(kept, row))
             self.counts["restored"] += 1
         except FATAL:
             raise
@@ -158,7 +163,7 @@ class Receiving:
             return None
         if compat.tokens_of(req) - 1 > self.ledger.uncommitted_kv_slots() + self.tree.evictable_tokens():
             return NEVER
-        return math.ceil(kept.numbers.pages * self.manager.fmt.high.tokens / self.manager.geometry.heads)
+        return math.ceil(kept.takes.pages * self.manager.fmt.high.tokens / self.manager.geometry.heads)
 
     def left(self, req: Any) -> None:
         """The request gives up its row."""
