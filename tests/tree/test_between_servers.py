@@ -60,7 +60,8 @@ def request(row: int | None, tokens: int, kept: Any = None) -> Any:
     of_older = {"req_pool_idx": row, "kv_cache_cpu": kept}
     return Request(
         rid="one", kv=SimpleNamespace(req_pool_idx=row, retraction_backup=backup), origin_input_ids=[5] * tokens,
-        output_ids=[1], to_finish=None, finished_reason=None, last_node=None, **of_older,
+        output_ids=[1], to_finish=None, finished_reason=None, last_node=None,
+        sampling_params=SimpleNamespace(max_new_tokens=50), **of_older,
     )  # fmt: skip
 
 
@@ -115,6 +116,38 @@ def test_a_prompt_is_asked_for_the_table_blocks_that_it_is_promised() -> None:
     ledger.forget(req)
     free.extend(taken)
     match.unlock(world.tree)
+    check(world.manager)
+
+
+def test_a_prompt_leaves_room_for_the_reply_of_one_that_comes_or_runs() -> None:
+    """What is on its way cannot be retracted, so a request that runs beside it alone would end for want of pages."""
+    world = half()
+    receiving, ledger, geometry = world.requests.receiving, world.requests.ledger, world.manager.geometry
+    assert receiving is not None
+    first, second, third = (expected(None, 100).req for _ in range(3))
+    assert receiving.has_room(first), "nothing else is here"
+    receiving.expect(first)
+    prompt_, growth = most_row_pages(geometry, 100), geometry.most_pages(49) + geometry.heads
+    free = ledger.uncommitted_pages()
+    ledger.set_aside("others", free - prompt_ - growth + 1, 0)
+    assert not receiving.has_room(second)
+    ledger.set_aside("others", free - prompt_ - growth, 0)
+    assert receiving.has_room(second)
+    receiving.expect(second)
+    receiving.left(first)
+    ledger.forget(first)
+    ledger.forget("others")
+    first.req_pool_idx = first.kv.req_pool_idx = 1
+    world.manager.transfer.restore_nothing(1, 100)  # type: ignore[union-attr]
+    receiving._here[first] = None
+    world.manager.counts.private[1] = growth + 3  # it can be retracted for the other, and this for it cannot
+    assert receiving._growth_of_one(third) == growth
+    receiving.left(first)
+    assert receiving._growth_of_one(third) == growth
+    receiving.left(second)
+    assert receiving._growth_of_one(third) == 0
+    world.manager.release(1)
+    ledger.forget(second)
     check(world.manager)
 
 

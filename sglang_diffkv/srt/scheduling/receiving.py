@@ -36,6 +36,7 @@ class Receiving:
         self.ledger, self.manager = ledger, ledger.manager
         self.tree = NoTree(ledger)
         self.imports: dict[Any, RowImport] = {}
+        self._here: dict[Any, None] = {}  # requests that have pages, or are promised some
         self.counts = {"kept": 0, "restored": 0, "lost": 0}
 
     @property
@@ -48,13 +49,27 @@ class Receiving:
         """Whether pages, table blocks, KV slots and the engine's blocks are free for a prompt that is to come, or can
         be made free. As much as for all of it: the other server may have to send that."""
         tokens, ledger = disaggregation.expected_tokens(req), self.ledger
-        if self._pages(tokens) > ledger.uncommitted_pages() + ledger.evictable_pages:
+        if self._pages(tokens) + self._growth_of_one(req) > ledger.uncommitted_pages() + ledger.evictable_pages:
             return False
         if tokens > ledger.uncommitted_kv_slots() + self.tree.evictable_tokens():
             return False
         if not (disaggregation.is_own_request(req) or self.transfer.can_expect(tokens)):
             return False
         return self.tree.make_table_blocks(self._table_blocks(req))  # last, since it evicts
+
+    def _growth_of_one(self, req: Any) -> int:
+        """Pages that one of the requests here, or this one beside them, may need until its end, if those that run
+        beside it are retracted. Prompts on their way cannot be."""
+        if not self._here:
+            return 0
+        rows, private, geometry = self.manager.rows, self.manager.counts.private, self.manager.geometry
+        held = dict.fromkeys([*self._here, req], 0)
+        for other in self._here:
+            if (row := compat.row_of(other)) is not None and row in rows:
+                held[other] = int(private[row])
+        together = sum(held.values())
+        needed = (geometry.most_pages(compat.most_left(x)) + geometry.heads + own for x, own in held.items())
+        return max(max(needed) - together, 0)
 
     def matches_to(self, req: Any) -> int:
         """Tokens of a prompt that is to come, of which the tree is asked: all but one. None of the server's own
@@ -82,6 +97,7 @@ class Receiving:
         tokens, blocks = disaggregation.expected_tokens(req), self._table_blocks(req)
         self.tree.make_table_blocks(blocks)
         self.ledger.set_aside(req, self._pages(tokens), blocks)
+        self._here[req] = None
         self.tree.make_pages(0, partly=True)
         if disaggregation.is_own_request(req):
             return
@@ -136,6 +152,7 @@ class Receiving:
         """A retracted request has got KV slots again. One that cannot come back ends with an error behind its next
         step."""
         row, tokens = compat.allocated_row_of(req), compat.tokens_of(req) - 1
+        self._here[req] = None
         try:
             if isinstance(kept, str):
                 raise NoRoom(kept)
@@ -167,6 +184,7 @@ class Receiving:
 
     def left(self, req: Any) -> None:
         """The request gives up its row."""
+        self._here.pop(req, None)
         wanted = self.imports.pop(req, None)
         if wanted is not None:
             self.transfer.give_up(wanted)
