@@ -21,7 +21,18 @@ from tests.helpers import until
 from tests.servers.loopback.mooncake.engine import DAMAGE_ENV
 from tests.servers.pair import Pair, of_ranks, request
 from tests.servers.shared import STRICT, stats_of
-from tests.servers.test_server_disaggregation import DEFAULT, LOSSLESS, PROMPTS, ROOMY, SMALL, TIGHT, prompt, settled
+from tests.servers.test_server_disaggregation import (
+    CHATS,
+    DEFAULT,
+    HELD_SECONDS,
+    LOSSLESS,
+    PROMPTS,
+    ROOMY,
+    SMALL,
+    TIGHT,
+    prompt,
+    settled,
+)
 
 pytestmark = [
     pytest.mark.server,
@@ -129,7 +140,7 @@ def test_a_full_lossless_server_of_two_ranks_gives_the_tokens_of_one(server_of: 
 def test_ranks_of_a_decode_server_with_a_prefix_cache_decide_alike() -> None:
     """Turns of chats, of which the decode server has the beginning, in a small pool; and a prefill server that dies
     while it sends."""
-    with Pair(DEFAULT, ROOMY, decode_args=(*SMALL, "--disaggregation-decode-enable-radix-cache"), ranks=2) as pair:
+    with Pair(DEFAULT, ROOMY, decode_args=(*SMALL, *CHATS), ranks=2, env=HELD_SECONDS) as pair:
         chats = [prompt(150, 60), prompt(110, 61), prompt(90, 62)]
         for turn in range(3):
             with ThreadPoolExecutor(len(chats)) as threads:
