@@ -188,6 +188,7 @@ TARGETS: Targets = {
             "allocatable_token_budgets",
             "send_metadata",
             "poll_with_metadata_gate",
+            "resolve_deferred_releases",
             "commit_transfer_to_req",
             "get_next_disagg_decode_batch_to_run",
             "offload_kv_cache",
@@ -228,6 +229,7 @@ _DISAGGREGATION: Targets = {
     "pop_preallocated": PREALLOCATION + "pop_preallocated",
     "transfer_page_indices": PREALLOCATION + "_transfer_page_indices",
     "poll_with_metadata_gate": SRT + "disaggregation.decode.DecodeTransferQueue._poll_with_metadata_gate",
+    "resolve_deferred_releases": SRT + "disaggregation.decode.DecodeTransferQueue.resolve_deferred_releases",
     "commit_transfer_to_req": SRT + "disaggregation.decode.DecodeTransferQueue._commit_transfer_to_req",
     "get_next_disagg_decode_batch_to_run": SCHEDULER + "get_next_disagg_decode_batch_to_run",
     "offload_kv_cache": SRT + "managers.schedule_batch.Req.offload_kv_cache",
@@ -249,7 +251,11 @@ _17 = Release(
     disaggregation=True,
     transfer_reasons=False,
     targets={
-        **{k: v for k, v in _DISAGGREGATION.items() if k not in ("required_admission_tokens", "transfer_page_indices")},
+        **{
+            k: v
+            for k, v in _DISAGGREGATION.items()
+            if k not in ("required_admission_tokens", "transfer_page_indices", "resolve_deferred_releases")
+        },
         "allocatable_token_budgets": PREALLOCATION + "_allocatable_token_budgets",
         "abort_request": SCHEDULER + "abort_request",
         "on_heartbeat_success": SRT + "disaggregation.mooncake.conn.MooncakeKVManager._on_heartbeat_success",
@@ -294,6 +300,7 @@ _23 = replace(
     _22,
     version="0.5.23",
     on_gpu=_HOPPER,
+    targets={**_DISAGGREGATION, "resolve_deferred_releases": None},  # its ranks agree by themselves
     seen_on_gpu=frozenset(
         {
             "drafts",

@@ -12,6 +12,7 @@ import torch
 
 from sglang_diffkv.layout.geometry import Geometry
 from sglang_diffkv.layout.page_format import MOST_TIERS, PageFormat, Tier
+from sglang_diffkv.layout.ranks import Ranks
 from sglang_diffkv.layout.state import PageState
 from sglang_diffkv.mem_pool.device import OpsOf
 from sglang_diffkv.mem_pool.integrity import check_bounds, check_integrity
@@ -79,6 +80,7 @@ def make_manager(
     high_rows: bool = False,
     most_window: int = 0,
     attention_spans: tuple[int, ...] = (),
+    ranks: Ranks | None = None,
 ) -> PageManager:
     """A manager whose unused page memory holds ``POISONS[poison]``; ``blocks``, if given, limits its table. Pages have
     the scores that the policy reads, and no others without ``all_scores``."""
@@ -88,8 +90,9 @@ def make_manager(
     geometry = ShortTableGeometry(*sizes, attention_spans=attention_spans, blocks=blocks)
     kind = LooseBoundsManager if loose_bounds else PageManager
     manager = kind(
-        geometry, policy, dtype=dtype, make_ops=make_ops, q_heads=q_heads, high_rows=high_rows, most_window=most_window
-    )
+        geometry, policy, dtype=dtype, make_ops=make_ops, q_heads=q_heads, high_rows=high_rows,
+        most_window=most_window, ranks=ranks,
+    )  # fmt: skip
     manager.state.pages.view(torch.int16).fill_(POISONS[poison])
     return manager
 

@@ -8,13 +8,23 @@ that is merely read (a log line, a load report of rank 0) never starts an exchan
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 import numpy as np
 import torch
 
+Found = TypeVar("Found")
+
 
 class RankError(RuntimeError):
     """Ranks that must not differ do."""
+
+
+class OtherRankError(RuntimeError):
+    """Something was done here, and could not be on another rank."""
+
+    def __init__(self) -> None:
+        super().__init__("another rank cannot, and its log says why")
 
 
 class Ranks:
@@ -49,6 +59,29 @@ class Ranks:
         ends = np.cumsum([len(column) for column in columns])
         numbers = np.array([x for column in columns for x in column], dtype=np.int64)
         return [column.tolist() for column in np.split(self.largest(numbers), ends[:-1])]
+
+    def each(self, number: int) -> list[int]:
+        """The number of each rank, by rank. All ranks have to call it."""
+        mine = np.full(self.size, np.iinfo(np.int64).min)
+        mine[self.rank] = number
+        return self.largest(mine).tolist()
+
+    def together(self, act: Callable[[], Found]) -> Found:
+        """What ``act`` gives. If it raises on any rank, it does on all: its own error, or OtherRankError. All ranks
+        have to call it, and ``act`` exchanges nothing."""
+        if self.alone:
+            return act()
+        error, found = None, []
+        try:
+            found.append(act())
+        except Exception as raised:
+            error = raised
+        failed = self.largest(np.array([error is not None], dtype=np.int64))[0]
+        if error is not None:
+            raise error
+        if failed:
+            raise OtherRankError
+        return found[0]
 
     def require_equal(self, what: str, numbers: Sequence[int]) -> None:
         """Raise RankError unless all ranks give the same numbers. All ranks have to call it."""

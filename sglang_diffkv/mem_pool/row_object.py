@@ -107,6 +107,11 @@ class RowHead:
         return int(self.header["from"])
 
     @property
+    def facts(self) -> list[Any]:
+        """What the rows of all ranks of a server have in common."""
+        return [self.header[name] for name in ("length", "from", "frozen", "high", "window")]
+
+    @property
     def frozen(self) -> int | None:
         frozen = int(self.header["frozen"])
         return None if frozen < 0 else frozen

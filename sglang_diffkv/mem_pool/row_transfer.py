@@ -12,17 +12,22 @@ in order with the passes.
 
 Blocks of a transfer that failed may still be written to, or read, by the engine. They are set aside for some time
 before others get them.
+
+Each rank sends and gets a row of its own heads. What schedulers decide by is agreed on: how many blocks are free, what
+a row takes on the rank where it takes most, and whether all have got theirs. Rows get blocks in the order in which they
+began, so no two ranks wait for each other's.
 """
 
 from __future__ import annotations
 
 import time
 import weakref
+import zlib
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -31,6 +36,7 @@ from sglang_diffkv.errors import UnsupportedError
 from sglang_diffkv.kernels.table import head_index, put_entries, table_column
 from sglang_diffkv.layout.geometry import Geometry, Path, path_end, split_path
 from sglang_diffkv.layout.page_format import EMPTY
+from sglang_diffkv.layout.ranks import OtherRankError
 from sglang_diffkv.layout.state import NO_LIMIT
 from sglang_diffkv.layout.transfer import to_host
 from sglang_diffkv.mem_pool.counts import PageCounts
@@ -67,12 +73,27 @@ SLOTS_AT_ONCE = 1 << 22
 Table = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 """As ``PageDevice.table_of`` has it."""
 
+WRONG, LOOKED_AT, GOOD = range(3)
+"""What a rank knows of a row that has come; the least of all ranks counts."""
+
 SET_ASIDE_SECONDS = 30.0
 """For which blocks of a failed transfer are nobody's."""
 
 
 class NoRoom(RuntimeError):
     """A row does not fit where it is to go. It says why."""
+
+
+class Takes(NamedTuple):
+    """What a row takes on the rank where it takes most: pages, and by tier entries of a head's table."""
+
+    pages: int
+    entries: tuple[int, ...]
+
+    @classmethod
+    def of(cls, numbers: RowNumbers) -> Takes:
+        """Of one rank."""
+        return cls(numbers.pages, tuple(numbers.entries.max(axis=0, initial=0).tolist()))
 
 
 def block_pages(geometry: Geometry) -> int:
@@ -149,10 +170,10 @@ class TransferRoom:
         """As ``HostPages``: all of it is pinned together."""
         return len(self.pages)
 
-    def has(self, count: int) -> bool:
-        """Whether so many blocks are free."""
+    def free(self) -> int:
+        """Blocks that nobody has."""
         self._take_back()
-        return count <= self._blocks.free
+        return self._blocks.free
 
     def take(self, count: int) -> list[Run] | None:
         """Runs of ``count`` blocks together; None if there are not so many."""
@@ -232,7 +253,7 @@ class KeptRow:
     """A row of a request that was retracted, in host memory of its own.
 
     Attributes:
-        length: tokens that are kept. pages: [n, page_bytes] uint8.
+        length: tokens that are kept. pages: [n, page_bytes] uint8. takes: on all ranks together.
     """
 
     length: int
@@ -240,6 +261,7 @@ class KeptRow:
     window: int
     numbers: RowNumbers
     pages: torch.Tensor
+    takes: Takes
 
     def end_of_part(self, page: int) -> int:
         """As ``HostPages``."""
@@ -249,16 +271,32 @@ class KeptRow:
 @dataclass(eq=False)
 class RowImport:
     """A row of so many ``tokens`` that is expected, in ``blocks``. ``reading``: what is found there once somebody has
-    looked."""
+    looked. ``takes``: on all ranks together, once they know."""
 
     tokens: int
     blocks: list[Run]
     reading: Future[RowHead] | None = None
+    takes: Takes | None = None
 
     @property
     def looked(self) -> bool:
         """Whether it was looked at, all of it."""
         return self.reading is not None and self.reading.done()
+
+    @property
+    def head(self) -> RowHead:
+        """What was found, once it was looked at. Raises what is wrong with it."""
+        assert self.reading is not None and self.reading.done(), "nobody has looked at it"
+        return self.reading.result()
+
+    def result(self) -> Exception | bool:
+        """True if it is good, False while that is not known, else what is wrong with it."""
+        if not self.looked:
+            return False
+        try:
+            return bool(self.head)
+        except Exception as error:
+            return error
 
 
 class RowTransfer:
@@ -283,13 +321,14 @@ class RowTransfer:
         kept_pages: int = 0,
     ):
         self.device, self.rows, self.counts, self.geometry = device, rows, counts, device.geometry
-        self.high, self.windows = high, windows
+        self.high, self.windows, self.ranks = high, windows, counts.ranks.ranks
         on_gpu = device.state.pages.is_cuda
         self.room = TransferRoom(device.geometry, blocks, pinned=on_gpu)
         self.origin: Origin | None = None
         self.sent = self.received = self.failed = self.pages_sent = self.pages_left = 0
         self._exports: set[RowExport] = set()
-        self._waiting: deque[RowExport] = deque()
+        self._waiting: deque[RowExport] = deque()  # for blocks, in the order in which they began
+        self._free = 0  # blocks that are free on all ranks, and perhaps more
         self._imports: set[RowImport] = set()
         self._leaving: deque[tuple[Any, list[Run]]] = deque()
         self.kept_pages = kept_pages
@@ -344,6 +383,7 @@ class RowTransfer:
             listed, event = to_host(listed)
         export = RowExport(row, most, header, listed, event, pages)
         self._exports.add(export)
+        self._waiting.append(export)
         return export
 
     def _behind(self, row: int, tier: int, table: Table, start: int, left: torch.Tensor) -> Table:
@@ -383,6 +423,8 @@ class RowTransfer:
             self._know(export)
         if not export.problem:
             self._copy(export)
+        if export.problem and export in self._waiting:
+            self._waiting.remove(export)
         return bool(export.problem)
 
     def _sealed(self, export: RowExport, sealing: Future[None]) -> bool:
@@ -430,8 +472,6 @@ class RowTransfer:
         """Copy the row's pages to blocks, if there are so many by now and no other row has waited longer for them."""
         numbers = export.numbers
         assert numbers is not None
-        if export not in self._waiting:
-            self._waiting.append(export)
         taken = self.room.take(self._blocks_of(numbers.pages)) if self._waiting[0] is export else None
         if taken is None:
             return
@@ -488,15 +528,22 @@ class RowTransfer:
     # In
 
     def can_expect(self, tokens: int) -> bool:
-        """Whether there are blocks for the row of a prompt of so many tokens."""
-        self.tend()
-        return self.room.has(blocks_for(self.geometry, tokens))
+        """Whether there are blocks for the row of a prompt of so many tokens, on all ranks. With several all have to
+        call it: each takes blocks back in a time of its own."""
+        needed = blocks_for(self.geometry, tokens)
+        if needed > self._free or self.ranks.alone:
+            self.tend()
+            self._free = int(self.ranks.least(np.array([self.room.free()], dtype=np.int64))[0])
+        return needed <= self._free
 
     def expect(self, tokens: int) -> RowImport | None:
-        """Blocks for the row of a prompt of so many tokens; None, changing nothing, if there are not so many."""
-        blocks = self.room.take(blocks_for(self.geometry, tokens))
-        if blocks is None:
+        """Blocks for the row of a prompt of so many tokens; None, changing nothing, if there are not so many. With
+        several ranks all have to call it."""
+        if not self.can_expect(tokens):
             return None
+        blocks = self.room.take(blocks_for(self.geometry, tokens))
+        assert blocks is not None, "blocks were free, and nobody took them"
+        self._free -= sum(count for _, count in blocks)
         for view in self.room.bytes_of(first_of(self.room.pages_of(blocks), 1)):
             view[: PREFIX.size] = bytes(PREFIX.size)  # an object that was here before is none of this request
         found = RowImport(tokens, blocks)
@@ -507,6 +554,32 @@ class RowTransfer:
         """The engine says that the row has come: look at it, in the thread."""
         if wanted.reading is None:
             wanted.reading = self._thread.submit(self._read, wanted.blocks, request)
+
+    def arrived(self, wanted: Sequence[RowImport | None]) -> list[Exception | bool]:
+        """Of rows that are looked at: True for one that is good on all ranks, False while that is not known, or what is
+        wrong with it. With several ranks all have to call it, with the rows of the same requests. None: no row comes.
+        """
+        found = [True if x is None else x.result() for x in wanted]
+        if self.ranks.alone or not wanted:
+            return found
+        tiers = len(self.device.fmt.tiers)
+        mine = np.zeros((len(wanted), 4 + tiers), dtype=np.int64)
+        for numbers, row, known in zip(mine, wanted, found, strict=True):
+            numbers[0] = -(GOOD if known is True else LOOKED_AT if known is False else WRONG)
+            if row is not None and known is True:
+                facts = zlib.crc32(repr(row.head.facts).encode())
+                takes = Takes.of(row.head.numbers)
+                numbers[1:] = facts, -facts, takes.pages, *takes.entries
+        worst = self.ranks.largest(mine.ravel()).reshape(mine.shape).tolist()
+        for index, (row, (state, facts, others, pages, *entries)) in enumerate(zip(wanted, worst, strict=True)):
+            if -state == GOOD and facts != -others:
+                found[index] = ObjectRefused("header", "the ranks of the prefill server have sent different rows")
+            elif -state == GOOD:
+                if row is not None:
+                    row.takes = Takes(pages, tuple(entries))
+            elif found[index] is True or found[index] is False:
+                found[index] = OtherRankError() if -state == WRONG else False
+        return found
 
     def _read(self, blocks: list[Run], request: str) -> RowHead:
         """What is in the blocks. Of the thread. Raises ObjectRefused."""
@@ -531,24 +604,25 @@ class RowTransfer:
 
     def restore(self, wanted: RowImport, row: int, path: Path | None = None) -> None:
         """Make an empty row of what has come, behind as much of ``path`` as the other server left out. The caller has
-        made sure of the pages. Nothing waits for the device.
+        made sure of the pages, and with several ranks of that it is good on all (``arrived``). Nothing waits for the
+        device.
 
         Raises ObjectRefused for what is no row, TableFull and NoRoom, leaving the row empty. After
         torch.OutOfMemoryError the row must be released.
         """
-        assert wanted.reading is not None and wanted.reading.done(), "nobody has looked at it"
-        head = wanted.reading.result()
+        head = wanted.head
+        takes = wanted.takes or Takes.of(head.numbers)
         if head.length != wanted.tokens:
             raise ObjectRefused("tokens", "it has another length than its prompt")
         before = split_path(path or [], head.start)[0]
         if path_end(before) != head.start:
             raise ObjectRefused("tokens", f"it lacks its first {head.start} tokens, and they are not all here")
-        if head.numbers.pages > most_row_pages(self.geometry, head.length):
+        if takes.pages > most_row_pages(self.geometry, head.length):
             raise NoRoom("it has more pages than were set aside for it")
-        if head.numbers.pages > self.counts.free_bound() - self.counts.headroom_bound():
+        if takes.pages > self.counts.free_bound() - self.counts.headroom_bound():
             raise NoRoom("it has more pages than are free")
         numbers, runs = head.numbers, self.room.pages_of(wanted.blocks)
-        self._make(row, head.length, head.frozen, numbers, before)
+        self._make(row, head.length, head.frozen, takes, before)
         runs = first_of(_without(runs, int(head.header["before"])), numbers.pages)
         state = self.device.state
         with self.device.launching():
@@ -570,28 +644,41 @@ class RowTransfer:
         """Copy the first ``length`` tokens of a row to host memory. Waits for the device. They come back as pages that
         the row may not write, since the device may have stored one token more. Whoever has the kept row has the memory.
 
-        Raises NoRoom and torch.OutOfMemoryError, changing nothing.
+        Raises NoRoom and torch.OutOfMemoryError, changing nothing. With several ranks all have to call it, and if one
+        cannot, none does: then the others raise OtherRankError.
         """
-        state, tables = self.device.state, []
         with self.device.launching():
-            for tier in range(self._tiers):
-                tables.append(self.device.table_of(row, tier, length))
-            pages = torch.cat([page[used] for page, used, _ in tables])
-            ranges = torch.cat([known[1:, used] for _, used, known in tables], dim=1).cpu().numpy()
-            entries = state.entries[row].flatten(0, 1).cpu().numpy()
-            host = self._host_memory(len(pages))
-            counts = np.stack([entries, entries, np.zeros_like(entries)])
-            numbers = RowNumbers.of(counts, np.full(len(entries), EMPTY), ranges)
-            window = self.windows.window_of(row) if row in self.windows else 0
-            kept = KeptRow(length, row in self.high, window, numbers, host)
-            copy_out(state.pages, pages, kept, [(0, len(pages))] if len(pages) else [], self._staging)
+            pages, numbers = self.ranks.together(lambda: self._listed(row, length))
+            takes = Takes.of(numbers)
+            most, *entries = self.ranks.largest(np.array([takes.pages, *takes.entries], dtype=np.int64)).tolist()
+            takes = Takes(most, tuple(entries))
+            kept = self.ranks.together(lambda: self._copied(row, length, pages, numbers, takes))
         self._kept.add(kept)
         return kept
 
-    def _host_memory(self, pages: int) -> torch.Tensor:
-        """For so many pages of a retracted request, [n, page_bytes] uint8. Raises NoRoom."""
-        taken = sum(kept.numbers.pages for kept in self._kept)
-        if taken + pages > self.kept_pages:
+    def _listed(self, row: int, length: int) -> tuple[torch.Tensor, RowNumbers]:
+        """The pages with the first ``length`` tokens of a row, [n] int64, and what is known of them."""
+        state, tables = self.device.state, []
+        for tier in range(self._tiers):
+            tables.append(self.device.table_of(row, tier, length))
+        pages = torch.cat([page[used] for page, used, _ in tables])
+        ranges = torch.cat([known[1:, used] for _, used, known in tables], dim=1).cpu().numpy()
+        entries = state.entries[row].flatten(0, 1).cpu().numpy()
+        counts = np.stack([entries, entries, np.zeros_like(entries)])
+        return pages, RowNumbers.of(counts, np.full(len(entries), EMPTY), ranges)
+
+    def _copied(self, row: int, length: int, pages: torch.Tensor, numbers: RowNumbers, takes: Takes) -> KeptRow:
+        """These pages in host memory."""
+        host = self._host_memory(len(pages), takes.pages)
+        window = self.windows.window_of(row) if row in self.windows else 0
+        kept = KeptRow(length, row in self.high, window, numbers, host, takes)
+        copy_out(self.device.state.pages, pages, kept, [(0, len(pages))] if len(pages) else [], self._staging)
+        return kept
+
+    def _host_memory(self, pages: int, most: int) -> torch.Tensor:
+        """For so many pages of a retracted request, [n, page_bytes] uint8. ``most``: on any rank. Raises NoRoom."""
+        taken = sum(kept.takes.pages for kept in self._kept)
+        if taken + most > self.kept_pages:
             raise NoRoom(f'host memory for retracted requests is full ({self.kept_pages} pages, "host_gib")')
         size = (pages, self.device.fmt.page_bytes)
         try:
@@ -605,7 +692,7 @@ class RowTransfer:
         Raises TableFull, leaving the row empty. After torch.OutOfMemoryError the row must be released.
         """
         count = kept.numbers.pages
-        self._make(row, kept.length, kept.length, kept.numbers, [])
+        self._make(row, kept.length, kept.length, kept.takes, [])
         with self.device.launching():
             pages = self._fill(row, kept.numbers)
             runs = [(0, count)] if count else []
@@ -618,17 +705,19 @@ class RowTransfer:
         self.rows.restore_nothing(row, tokens)
         self.counts.touch(row)
 
-    def _make(self, row: int, length: int, frozen: int | None, numbers: RowNumbers, before: Path) -> None:
+    def _make(self, row: int, length: int, frozen: int | None, takes: Takes, before: Path) -> None:
         """Table blocks for a row behind a path, to whose pages it refers from now on, and what the host knows of it.
-        Raises TableFull, leaving the row empty."""
+        Its pages count as taken. Raises TableFull, leaving the row empty."""
         assert row not in self.rows, "the row is not empty"
         self.device.attach(row, before)
         try:
-            self.device.space.extend(row, tuple(numbers.entries.max(axis=0, initial=0).tolist()))
+            self.device.space.extend(row, takes.entries)
         except TableFull:
             self.device.release(row)
             raise
         self.rows.restore(row, length, frozen, path_end(before))
+        self.counts.record(-takes.pages)
+        self.counts.touch(row)
 
     def _fill(self, row: int, numbers: RowNumbers) -> torch.Tensor:
         """Pages of the ring for a row behind what it refers to, [n] int64, with its table and counts on the device."""
@@ -653,8 +742,6 @@ class RowTransfer:
         state.entries[row], state.own_entry[row], state.own_tokens[row] = entries, own_entry, own_tokens
         state.kept_entry[row] = before
         state.hole[row] = hole
-        self.counts.record(-numbers.pages)
-        self.counts.touch(row)
         return pages
 
     def _mark(self, row: int, header: Mapping[str, Any]) -> None:

@@ -21,12 +21,18 @@ ENGINE = Path(__file__).parent / "loopback"
 _ROOMS = itertools.count((os.getpid() << 32) + 1)
 
 
+def of_ranks(ranks: int) -> dict[str, str]:
+    """Variables of a server of so many ranks: SGLang wants the cores of each named on a CPU."""
+    return {"SGLANG_CPU_OMP_THREADS_BIND": "|".join(["0"] * ranks)} if ranks > 1 else {}
+
+
 class Pair:
     """A prefill server and a decode server.
 
     Args:
         config, decode_config: the plugin's configuration of both, or of the second one alone. args, decode_args: the
             same of further arguments. seconds: that each write between them takes. env: further variables of both.
+        ranks: of each.
     """
 
     def __init__(
@@ -38,28 +44,33 @@ class Pair:
         decode_args: Sequence[str] = (),
         seconds: float = 0.0,
         env: Mapping[str, str] | None = None,
+        ranks: int = 1,
     ):
         self.bootstrap, self._args, self._seconds, self._env = Port(), args, seconds, env or {}
+        self._ranks = ranks
         self._threads = ThreadPoolExecutor(64)
         self.prefill = self._server("prefill", config, ())
         self.decode = self._server("decode", decode_config or config, decode_args)
 
-    def _server(self, mode: str, config: Mapping[str, Any], args: Sequence[str]) -> Server:
+    def _server(self, mode: str, config: Mapping[str, Any], args: Sequence[str], ranks: int = 0) -> Server:
+        ranks = ranks or self._ranks
         paths = os.pathsep.join([str(ENGINE), *os.environ.get("PYTHONPATH", "").split(os.pathsep)])
         env = {
             **STRICT,
             "PYTHONPATH": paths,
             "SGLANG_HOST_IP": "127.0.0.1",
             SECONDS_ENV: str(self._seconds),
+            **of_ranks(ranks),
             **self._env,
         }
         own = ["--disaggregation-mode", mode, "--disaggregation-transfer-backend", "mooncake"]
-        own += ["--disaggregation-bootstrap-port", str(self.bootstrap.number), *self._args, *args]
+        own += ["--disaggregation-bootstrap-port", str(self.bootstrap.number), "--tp-size", str(ranks)]
+        own += [*self._args, *args]
         return Server(NANO, "diffkv", own, diffkv_config=config, env=env, timeout=START_TIMEOUT)
 
-    def another_decode(self, config: Mapping[str, Any]) -> Server:
-        """A further decode server, which is to be entered."""
-        return self._server("decode", config, ())
+    def another_decode(self, config: Mapping[str, Any], ranks: int = 0) -> Server:
+        """A further decode server, which is to be entered. ``ranks``: others than those of the pair."""
+        return self._server("decode", config, (), ranks)
 
     def __enter__(self) -> Pair:
         with ThreadPoolExecutor(2) as threads:

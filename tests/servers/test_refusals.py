@@ -185,7 +185,7 @@ HALF = {"disaggregation_mode": "decode", "disaggregation_transfer_backend": "moo
     ("changes", "name"),
     [
         ({"disaggregation_transfer_backend": "nixl"}, "--disaggregation-transfer-backend nixl: use mooncake"),
-        ({"tp_size": 2}, "--tp-size 2 with --disaggregation-mode: use --tp-size 1"),
+        ({"nnodes": 2}, "--nnodes 2 with --disaggregation-mode: keep each server on one host"),
         ({"dp_size": 2}, "--dp-size 2 with --disaggregation-mode"),
         ({"page_size": 16}, "--page-size 16 with --disaggregation-mode"),
         ({"speculative_algorithm": "STANDALONE", "speculative_num_draft_tokens": 4}, "speculative decoding with --dis"),

@@ -15,26 +15,31 @@ import pytest
 import requests
 import torch
 
+from sglang_diffkv.layout.ranks import Ranks
+from sglang_diffkv.mem_pool.counts import RankCounts
 from sglang_diffkv.mem_pool.row_object import RowNumbers
-from sglang_diffkv.mem_pool.row_transfer import KeptRow, RowTransfer, most_row_pages
+from sglang_diffkv.mem_pool.row_transfer import KeptRow, RowTransfer, Takes, most_row_pages
 from sglang_diffkv.mem_pool.segment_object import Origin
 from sglang_diffkv.srt.scheduling import decode_side, prefill_side, sending
 from sglang_diffkv.srt.scheduling.errors import FATAL
 from sglang_diffkv.srt.scheduling.receiving import NEVER, Receiving
 from sglang_diffkv.srt.scheduling.sending import Rooms, Sending, block_numbers
-from sglang_diffkv.srt.startup.disaggregation import check_status
+from sglang_diffkv.srt.startup.disaggregation import check_status, of_all_ranks
 from sglang_diffkv.srt.versions import compat, disaggregation
 from tests.helpers import check, until
+from tests.ranks import Pair
 from tests.tree.stand_in import Match
 from tests.tree.tree_world import World
 
 pytestmark = pytest.mark.skipif(not compat.installed().disaggregation, reason="this SGLang is refused with it")
 
 
-def half(capacity: int = 2000, *, kept_pages: int = 1000, **named: Any) -> World:
+def half(capacity: int = 2000, *, kept_pages: int = 1000, ranks: Ranks | None = None, **named: Any) -> World:
     """A world whose rows go to other servers, or come from them."""
     world = World(capacity, exact=False, **named)
     manager = world.manager
+    if ranks is not None:
+        manager.ranks, manager.counts.ranks = ranks, RankCounts(ranks)
     parts = (manager.device, manager.rows, manager.counts, manager.high, manager.windows)
     manager.transfer = RowTransfer(*parts, 40, kept_pages)
     manager.transfer.origin = Origin.of(manager.geometry, torch.bfloat16, "weights", "configuration")
@@ -55,7 +60,8 @@ def request(row: int | None, tokens: int, kept: Any = None) -> Any:
     of_older = {"req_pool_idx": row, "kv_cache_cpu": kept}
     return Request(
         rid="one", kv=SimpleNamespace(req_pool_idx=row, retraction_backup=backup), origin_input_ids=[5] * tokens,
-        output_ids=[1], to_finish=None, finished_reason=None, last_node=None, **of_older,
+        output_ids=[1], to_finish=None, finished_reason=None, last_node=None,
+        sampling_params=SimpleNamespace(max_new_tokens=50), **of_older,
     )  # fmt: skip
 
 
@@ -74,7 +80,7 @@ def test_a_retracted_request_waits_for_the_kv_slots_of_its_tokens() -> None:
     world.allocator.alloc(world.allocator.kv_slots_free() - 1191)
     zeros = np.zeros((1, 2), dtype=np.int64)
     numbers = RowNumbers(zeros, zeros, zeros, zeros[:, 0], np.zeros(20), np.zeros(20))
-    kept = KeptRow(1195, False, 0, numbers, torch.empty(20, 8))
+    kept = KeptRow(1195, False, 0, numbers, torch.empty(20, 8), Takes(20, (20, 0)))
     queue: Any = SimpleNamespace(token_to_kv_pool_allocator=world.allocator, num_reserved_decode_tokens=64)
 
     def asked(tokens: int) -> int:
@@ -110,6 +116,38 @@ def test_a_prompt_is_asked_for_the_table_blocks_that_it_is_promised() -> None:
     ledger.forget(req)
     free.extend(taken)
     match.unlock(world.tree)
+    check(world.manager)
+
+
+def test_a_prompt_leaves_room_for_the_reply_of_one_that_comes_or_runs() -> None:
+    """What is on its way cannot be retracted, so a request that runs beside it alone would end for want of pages."""
+    world = half()
+    receiving, ledger, geometry = world.requests.receiving, world.requests.ledger, world.manager.geometry
+    assert receiving is not None
+    first, second, third = (expected(None, 100).req for _ in range(3))
+    assert receiving.has_room(first), "nothing else is here"
+    receiving.expect(first)
+    prompt_, growth = most_row_pages(geometry, 100), geometry.most_pages(49) + geometry.heads
+    free = ledger.uncommitted_pages()
+    ledger.set_aside("others", free - prompt_ - growth + 1, 0)
+    assert not receiving.has_room(second)
+    ledger.set_aside("others", free - prompt_ - growth, 0)
+    assert receiving.has_room(second)
+    receiving.expect(second)
+    receiving.left(first)
+    ledger.forget(first)
+    ledger.forget("others")
+    first.req_pool_idx = first.kv.req_pool_idx = 1
+    world.manager.transfer.restore_nothing(1, 100)  # type: ignore[union-attr]
+    receiving._here[first] = None
+    world.manager.counts.private[1] = growth + 3  # it can be retracted for the other, and this for it cannot
+    assert receiving._growth_of_one(third) == growth
+    receiving.left(first)
+    assert receiving._growth_of_one(third) == growth
+    receiving.left(second)
+    assert receiving._growth_of_one(third) == 0
+    world.manager.release(1)
+    ledger.forget(second)
     check(world.manager)
 
 
@@ -153,7 +191,7 @@ def test_a_device_that_is_of_no_more_use_ends_the_server(monkeypatch: pytest.Mon
 def test_what_has_no_room_in_host_memory_ends_when_it_would_come_back() -> None:
     world = half(kept_pages=0)
     row = with_row(world, 40)
-    world.manager.transfer.keep = lambda row, tokens: world.manager.transfer._host_memory(7)  # type: ignore
+    world.manager.transfer.keep = lambda row, tokens: world.manager.transfer._host_memory(7, 7)  # type: ignore
     receiving, req = world.requests.receiving, request(row, 40)
     assert receiving is not None
     kept = receiving.keep(req)
@@ -793,3 +831,159 @@ def test_ranks_that_cannot_be_mapped_end_requests_and_no_server(error: Exception
 
     found, refused, known = met(original, OURS, OURS)
     assert not found and not known and refused["there"]
+
+
+# Several ranks
+
+
+def test_a_decode_server_of_other_ranks_gets_nothing() -> None:
+    """Both numbers are told. It should have refused this server itself."""
+    world, manager = half(), Manager()
+    row, sending = with_row(world, 40), world.requests.sending
+    assert sending is not None
+    manager.decode_kv_args_table = {"s": SimpleNamespace(dst_attn_tp_size=2)}  # type: ignore[attr-defined]
+    wanted = named(dst_kv_indices=range(40), is_dummy=False, decode_prefix_len=0, mooncake_session_id="s")
+    manager.transfer_infos[7] = {"x": wanted}
+    sending.begin(prompt(manager, row))
+    assert "the decode server has --tp-size 2 and this one 1: start both alike" in manager.told[0]
+    assert not sending.exports and not world.manager.transfer._exports  # type: ignore[union-attr]
+
+
+def test_servers_of_other_ranks_are_told_both_numbers() -> None:
+    ours, theirs = (disaggregation.told_of_rows({"rows": 1, "--tp-size": ranks}) for ranks in (1, 2))
+    _, refused, _ = met(differs(theirs), theirs, ours)
+    assert refused["there"].startswith("--tp-size is 2 there and 1 here")
+
+
+def test_a_number_is_one_name_on_all_ranks() -> None:
+    digests = [["a" * 32, ""], ["b" * 32, ""]]
+    found = Pair(lambda ranks: ranks).each(lambda ranks: [of_all_ranks(x, ranks) for x in digests[ranks.rank]])
+    assert found[0] == found[1] and len(found[0][0]) == 32 and not found[0][1]
+    digests.reverse()
+    assert Pair(lambda ranks: ranks).each(lambda ranks: of_all_ranks(digests[ranks.rank][0], ranks))[0] != found[0][0]
+    assert of_all_ranks("a" * 32, Ranks()) == "a" * 32
+
+
+def test_a_number_that_one_rank_knows_is_refused_on_all() -> None:
+    """Each forgets by a clock of its own what was given up."""
+    pair = Pair(lambda ranks: (ranks, Rooms(Senders())))
+    assert pair.each(lambda one: one[1].begins(7, one[0])) == [True, True]
+    pair.members[1][1].given_up[8] = sending.GivenUp()
+    assert pair.each(lambda one: one[1].begins(8, one[0])) == [False, False]
+    assert [rooms.taken for _, rooms in pair.members] == [{7}, {7}]
+
+
+def decoding(ranks: Ranks) -> World:
+    return half(ranks=ranks)
+
+
+def queue_of(world: World, *entries: Any, **more: Any) -> Any:
+    """Of SGLang, the queue of prompts on their way."""
+    scheduler = SimpleNamespace(token_to_kv_pool_allocator=world.allocator)
+    return SimpleNamespace(scheduler=scheduler, queue=list(entries), **more)
+
+
+@pytest.mark.parametrize("how", ["cannot", "has ended"])
+def test_a_request_that_cannot_begin_on_one_rank_begins_on_none(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One has no memory, or SGLang has found the first token to be another request's. Nobody waits for anybody."""
+    ended: list[tuple[int, str]] = []
+    pair = Pair(decoding)
+    monkeypatch.setattr(disaggregation, "prepare_abort", lambda req, message: ended.append((req.rank, message)))
+
+    def commits(world: World) -> bool:
+        rank, receiving, req = world.manager.ranks.rank, world.requests.receiving, request(1, 40)
+        assert receiving is not None
+        req.rank, req.finished = rank, lambda: bool(rank) and how == "has ended"
+        if rank and how == "cannot":
+            world.manager.transfer.restore_nothing = fails  # type: ignore
+        decode_side.commit_transfer_to_req(lambda self, entry: None, queue_of(world), SimpleNamespace(req=req))
+        return 1 in world.manager.rows
+
+    def fails(*_: object) -> None:
+        raise torch.OutOfMemoryError("none")
+
+    assert pair.each(commits) == [True, False]
+    other = [(1, "DiffKV: the request cannot begin: none")] if how == "cannot" else []
+    assert sorted(ended)[1:] == other
+    assert sorted(ended)[0][1].endswith("the request cannot begin: another rank cannot, and its log says why")
+
+
+class Receiver(SimpleNamespace):
+    """Of SGLang: what waits for a prompt."""
+
+    def ensure_abort_notified(self, *, force_arm: bool) -> None:
+        if self.bootstrap_infos is not None:
+            self.abort_notified = force_arm
+
+
+def failed(rank: int, tells: bool, now: float = 0.0) -> Any:
+    """A request that has failed; whether this ``rank`` ``tells`` the prefill server."""
+    acks: set[int] = set()
+    manager = SimpleNamespace(
+        enable_deferred_decode_kv_release=True, is_abort_release_safe=lambda room, count: len(acks) >= count
+    )
+    infos = [None] if tells else None
+    receiver = Receiver(kv_mgr=manager, abort_notified=False, bootstrap_infos=infos, acks=acks)
+    return SimpleNamespace(kv_receiver=receiver, req=SimpleNamespace(bootstrap_room=7), rank=rank)
+
+
+@pytest.mark.skipif(not compat.installed().target("resolve_deferred_releases"), reason="this SGLang needs no help")
+@pytest.mark.parametrize("tells", [(True, True), (True, False), (False, False)])
+def test_what_a_failed_request_holds_is_given_up_on_all_ranks_at_once(tells: tuple[bool, bool]) -> None:
+    """SGLang waits on each rank until its own prefill rank writes nothing any more, or for half a minute by its own
+    clock. A rank that could tell nobody has nothing to wait for, and waits for the other."""
+    pair = Pair(lambda ranks: (ranks, failed(ranks.rank, tells[ranks.rank]), queue_of(half(ranks=ranks))))
+    pair.each(lambda one: disaggregation.drain_on_all_ranks([one[1]], one[0]))
+    receivers = [entry.kv_receiver for _, entry, _ in pair.members]
+    assert [x.abort_notified for x in receivers] == [any(tells)] * 2
+    if not any(tells):
+        return
+    released: list[int] = []
+
+    def original(queue: Any) -> None:
+        released.extend(entry.rank for entry, deadline, _, _ in queue._deferred_releases if deadline < 1e12)
+        queue._deferred_releases = []
+
+    for _, entry, queue in pair.members:
+        queue._deferred_releases = [(entry, 1e12, 3, len(entry.kv_receiver.bootstrap_infos))]
+
+    def resolve() -> list[int]:
+        pair.each(lambda one: decode_side.resolve_deferred_releases(original, one[2]))
+        return [len(queue._deferred_releases) for _, _, queue in pair.members]
+
+    assert resolve() == [1, 1] and not released
+    receivers[1].acks.add(0)
+    assert resolve() == [1, 1] and not released, "one rank gave up what the other still has"
+    receivers[0].acks.add(0)
+    assert resolve() == [0, 0] and sorted(released) == [0, 1]
+
+
+@pytest.mark.parametrize("found", [True, False, ValueError("odd")], ids=str)
+def test_polls_say_what_all_ranks_have_found(found: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The engine has written on both. What one rank finds counts on both; other entries stay what they were."""
+    known = disaggregation.transfer_states()
+    reasons: list[str] = []
+    manager = SimpleNamespace(
+        record_failure=lambda room, reason: reasons.append(reason), enable_deferred_decode_kv_release=False
+    )
+
+    def polls(ranks: Ranks) -> list[Any]:
+        world = half(ranks=ranks)
+        receiver = Receiver(kv_mgr=manager, bootstrap_room=7, abort_notified=False)
+        entries = [SimpleNamespace(req=request(None, 40), kv_receiver=receiver) for _ in range(3)]
+        receiving = world.requests.receiving
+        assert receiving is not None
+        wanted = receiving.transfer.expect(40)
+        assert wanted is not None
+        receiving.imports[entries[1].req] = wanted
+        head = SimpleNamespace(facts=[40], numbers=RowNumbers(*[np.zeros((1, 2), dtype=np.int64)] * 6))
+        good: Any = SimpleNamespace(done=lambda: True, result=lambda: head)
+        odd: Any = SimpleNamespace(done=lambda: found is not False, result=lambda: (_ for _ in ()).throw(found))
+        wanted.reading = odd if ranks.rank and found is not True else good
+        before = [known.Transferring, known.Success, known.Failed]
+        return decode_side.poll_with_metadata_gate(lambda self: before, queue_of(world, *entries))
+
+    monkeypatch.setattr(disaggregation, "name_of", lambda req: "one")
+    state = {True: known.Success, False: known.Transferring}.get(found, known.Failed)
+    assert Pair(lambda ranks: ranks).each(polls) == [[known.Transferring, state, known.Failed]] * 2
+    assert len(reasons) == (2 if state == known.Failed else 0)

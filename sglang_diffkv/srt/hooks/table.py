@@ -325,16 +325,15 @@ def get_next_batch_to_run(original: Any, self: Any, *args: Any, **kwargs: Any) -
     if requests is None:
         return original(self, *args, **kwargs)
     manager = requests.manager
-    if not manager.ranks.alone:
-        manager.counts.meet()
+    requests.ranks_meet()
     running = kwargs.get("running_batch", self.running_batch)
     if not manager.rows and running.is_empty():
         running.batch_is_full = False
     requests.scheduling_begins(self.waiting_queue)
     plan = original(self, *args, **kwargs)
     tell_refused(self, requests)
-    if not manager.ranks.alone and plan.batch_to_run is None:
-        manager.counts.meet()  # SGLang adds up the pages next, of paths that were just joined too
+    if plan.batch_to_run is None:
+        requests.ranks_meet()  # SGLang adds up the pages next, of paths that were just joined too
     return plan
 
 

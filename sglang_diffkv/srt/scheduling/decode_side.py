@@ -4,6 +4,9 @@ a prompt's row, as it was compressed there, and goes on with it.
 SGLang's queues, receivers and polls stay. When SGLang sets KV slots aside for a prompt, pages are promised, and the
 transfer engine gets blocks of host memory for the row's object. When the engine says that all has come, a thread checks
 it. Only then SGLang hears of it, and the row is made behind what is launched.
+
+Of several ranks each gets its heads from the same rank of the other server. SGLang reduces its polls over ranks; what
+is found here is agreed on behind them.
 """
 
 from __future__ import annotations
@@ -117,29 +120,42 @@ def poll_with_metadata_gate(original: Any, self: Any) -> list[int]:
     if requests is None or requests.receiving is None:
         return polls
     known = disaggregation.transfer_states()
-    for index, decode_req in enumerate(self.queue):
-        if polls[index] != known.Success:
-            continue
-        try:
-            polls[index] = known.Success if requests.receiving.arrived(decode_req.req) else known.Transferring
-        except Exception as error:
-            receiver = decode_req.kv_receiver
-            receiver.kv_mgr.record_failure(receiver.bootstrap_room, f"DiffKV refuses what has come: {error}")
+    come = [index for index in range(len(polls)) if polls[index] == known.Success]
+    found = requests.receiving.arrived([self.queue[index].req for index in come])
+    for index, checked in zip(come, found, strict=True):
+        polls[index] = known.Success if checked is True else known.Transferring
+        if isinstance(checked, Exception):
+            receiver = self.queue[index].kv_receiver
+            receiver.kv_mgr.record_failure(receiver.bootstrap_room, f"DiffKV refuses what has come: {checked}")
             polls[index] = known.Failed
+    failed = [self.queue[index] for index in range(len(polls)) if polls[index] == known.Failed]
+    disaggregation.drain_on_all_ranks(failed, requests.manager.ranks)
     return polls
+
+
+def resolve_deferred_releases(original: Any, self: Any) -> None:
+    """Requests that failed give up what they hold once no prefill rank writes to it any more, or has had its time: on
+    all ranks at once."""
+    requests = requests_of(self.scheduler)
+    if requests is None or requests.manager.ranks.alone:
+        original(self)
+    else:
+        disaggregation.resolve_on_all_ranks(original, self, requests.manager.ranks)
 
 
 def commit_transfer_to_req(original: Any, self: Any, decode_req: Any) -> None:
     """A prompt has come, and SGLang has taken its first token: its row is made."""
     original(self, decode_req)
     req, requests = decode_req.req, requests_of(self.scheduler)
-    if requests is None or requests.receiving is None or req.finished():
+    if requests is None or requests.receiving is None:
         return
     try:
         requests.receiving.begin(req)
     except FATAL:
         raise
     except Exception as error:
+        if req.finished():
+            return
         logger.exception("DiffKV: request %s cannot begin", req.rid)
         disaggregation.prepare_abort(req, f"DiffKV: the request cannot begin: {error}")
 
@@ -149,9 +165,12 @@ def get_next_disagg_decode_batch_to_run(original: Any, self: Any, *args: Any, **
     requests = requests_of(self)
     if requests is None:
         return original(self, *args, **kwargs)
+    requests.ranks_meet()
     requests.scheduling_begins(self.waiting_queue)
     plan = original(self, *args, **kwargs)
     tell_refused(self, requests)
+    if plan.batch_to_run is None:
+        requests.ranks_meet()
     return plan
 
 
@@ -247,6 +266,7 @@ HOOKS = (
     pre_alloc,
     transfer_page_indices,
     poll_with_metadata_gate,
+    resolve_deferred_releases,
     commit_transfer_to_req,
     get_next_disagg_decode_batch_to_run,
     offload_kv_cache,

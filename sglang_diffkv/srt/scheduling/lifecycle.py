@@ -366,6 +366,12 @@ class RequestLifecycle:
         for part in self.listeners:
             part.results_processed(scheduler)
 
+    def ranks_meet(self) -> None:
+        """All ranks pass here, before anything is scheduled, or adds up pages: they exchange what their devices have
+        counted. One alone looks whenever it asks."""
+        if not self.manager.ranks.alone:
+            self.manager.counts.meet()
+
     def scheduling_begins(self, waiting: Iterable[Any]) -> None:
         """SGLang is about to choose the next pass, while the requests of ``waiting`` wait."""
         for part in self.listeners:

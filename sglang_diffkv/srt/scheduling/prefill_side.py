@@ -54,6 +54,7 @@ def get_next_disagg_prefill_batch_to_run(original: Any, self: Any, *args: Any, *
     requests = requests_of(self)
     if requests is None:
         return original(self, *args, **kwargs)
+    requests.ranks_meet()
     requests.scheduling_begins(self.waiting_queue)
     plan = original(self, *args, **kwargs)
     for req in requests.refused:
@@ -61,6 +62,8 @@ def get_next_disagg_prefill_batch_to_run(original: Any, self: Any, *args: Any, *
             requests.sending.tell_failed(req, compat.reason_of_end(req))
         disaggregation.release_waiting(self, req)
     tell_refused(self, requests)
+    if plan is not None and plan.batch_to_run is None:
+        requests.ranks_meet()
     return plan
 
 
@@ -71,10 +74,10 @@ def prefill_exceeds(original: Any, self: Any, req: Any) -> bool:
     """A request comes whose prompt another server waits for."""
     if original(self, req):
         return True
-    if requests_of(self.scheduler) is None or disaggregation.is_own_request(req):
+    requests, room = requests_of(self.scheduler), req.bootstrap_room
+    if requests is None or disaggregation.is_own_request(req):
         return False
-    room = req.bootstrap_room
-    if not (disaggregation.can_be_room(room) and _rooms(self.kv_manager).begins(room)):
+    if not (disaggregation.can_be_room(room) and _rooms(self.kv_manager).begins(room, requests.manager.ranks)):
         disaggregation.refuse_room(self.scheduler, req)
         return True
     return False

@@ -1,9 +1,13 @@
-"""Rows of prompts that another server has computed, on their way here, and rows of requests that were retracted."""
+"""Rows of prompts that another server has computed, on their way here, and rows of requests that were retracted.
+
+With several ranks each has rows of its own heads. All give the same answers in the same order, or they would part.
+"""
 
 from __future__ import annotations
 
 import logging
 import math
+from collections.abc import Sequence
 from typing import Any
 
 from sglang_diffkv.mem_pool.ledger import PageLedger
@@ -32,6 +36,7 @@ class Receiving:
         self.ledger, self.manager = ledger, ledger.manager
         self.tree = NoTree(ledger)
         self.imports: dict[Any, RowImport] = {}
+        self._here: dict[Any, None] = {}  # requests that have pages, or are promised some
         self.counts = {"kept": 0, "restored": 0, "lost": 0}
 
     @property
@@ -44,13 +49,27 @@ class Receiving:
         """Whether pages, table blocks, KV slots and the engine's blocks are free for a prompt that is to come, or can
         be made free. As much as for all of it: the other server may have to send that."""
         tokens, ledger = disaggregation.expected_tokens(req), self.ledger
-        if self._pages(tokens) > ledger.uncommitted_pages() + ledger.evictable_pages:
+        if self._pages(tokens) + self._growth_of_one(req) > ledger.uncommitted_pages() + ledger.evictable_pages:
             return False
         if tokens > ledger.uncommitted_kv_slots() + self.tree.evictable_tokens():
             return False
         if not (disaggregation.is_own_request(req) or self.transfer.can_expect(tokens)):
             return False
         return self.tree.make_table_blocks(self._table_blocks(req))  # last, since it evicts
+
+    def _growth_of_one(self, req: Any) -> int:
+        """Pages that one of the requests here, or this one beside them, may need until its end, if those that run
+        beside it are retracted. Prompts on their way cannot be."""
+        if not self._here:
+            return 0
+        rows, private, geometry = self.manager.rows, self.manager.counts.private, self.manager.geometry
+        held = dict.fromkeys([*self._here, req], 0)
+        for other in self._here:
+            if (row := compat.row_of(other)) is not None and row in rows:
+                held[other] = int(private[row])
+        together = sum(held.values())
+        needed = (geometry.most_pages(compat.most_left(x)) + geometry.heads + own for x, own in held.items())
+        return max(max(needed) - together, 0)
 
     def matches_to(self, req: Any) -> int:
         """Tokens of a prompt that is to come, of which the tree is asked: all but one. None of the server's own
@@ -78,6 +97,7 @@ class Receiving:
         tokens, blocks = disaggregation.expected_tokens(req), self._table_blocks(req)
         self.tree.make_table_blocks(blocks)
         self.ledger.set_aside(req, self._pages(tokens), blocks)
+        self._here[req] = None
         self.tree.make_pages(0, partly=True)
         if disaggregation.is_own_request(req):
             return
@@ -85,24 +105,25 @@ class Receiving:
         assert wanted is not None, "blocks were free, and nobody took them"
         self.imports[req] = wanted
 
-    def arrived(self, req: Any) -> bool:
-        """The engine says that a request's row has come. True once it was checked.
-
-        Raises what is wrong with it.
-        """
-        wanted = self.imports.get(req)
-        if wanted is None:
-            return True
-        if wanted.reading is None:
-            self.transfer.look(wanted, disaggregation.name_of(req))
-        assert wanted.reading is not None
-        if not wanted.looked:
-            return False
-        wanted.reading.result()
-        return True
+    def arrived(self, reqs: Sequence[Any]) -> list[Exception | bool]:
+        """The engine says that the rows of requests have come. Of each: True once it was checked on all ranks, False
+        while it is, or what is wrong with it."""
+        every = [self.imports.get(req) for req in reqs]
+        for req, wanted in zip(reqs, every, strict=True):
+            if wanted is not None:
+                self.transfer.look(wanted, disaggregation.name_of(req))
+        return self.transfer.arrived(every)
 
     def begin(self, req: Any) -> None:
-        """The request's row is made of what has come. Raises what is wrong with it; the row must be released then."""
+        """The request's row is made of what has come. Raises what is wrong with it, on any rank; the row must be
+        released then. One that SGLang has ended here ends on all ranks."""
+        ranks = self.manager.ranks
+        if not ranks.alone or not req.finished():
+            ranks.together(lambda: self._begin(req))
+
+    def _begin(self, req: Any) -> None:
+        if req.finished():
+            raise RuntimeError("it has ended")
         row, wanted = compat.allocated_row_of(req), self.imports.get(req)
         self.ledger.forget(req)
         if wanted is None:
@@ -131,13 +152,14 @@ class Receiving:
         """A retracted request has got KV slots again. One that cannot come back ends with an error behind its next
         step."""
         row, tokens = compat.allocated_row_of(req), compat.tokens_of(req) - 1
+        self._here[req] = None
         try:
             if isinstance(kept, str):
                 raise NoRoom(kept)
             self.tree.make_table_blocks(self.ledger.blocks_for([], tokens))  # if it can: fewer may be enough
-            if not self.tree.make_pages(kept.numbers.pages):
+            if not self.tree.make_pages(kept.takes.pages):
                 raise NoRoom("it has more pages than are free")
-            self.transfer.bring_back(kept, row)
+            self.manager.ranks.together(lambda: self.transfer.bring_back(kept, row))
             self.counts["restored"] += 1
         except FATAL:
             raise
@@ -158,10 +180,11 @@ class Receiving:
             return None
         if compat.tokens_of(req) - 1 > self.ledger.uncommitted_kv_slots() + self.tree.evictable_tokens():
             return NEVER
-        return math.ceil(kept.numbers.pages * self.manager.fmt.high.tokens / self.manager.geometry.heads)
+        return math.ceil(kept.takes.pages * self.manager.fmt.high.tokens / self.manager.geometry.heads)
 
     def left(self, req: Any) -> None:
         """The request gives up its row."""
+        self._here.pop(req, None)
         wanted = self.imports.pop(req, None)
         if wanted is not None:
             self.transfer.give_up(wanted)

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from sglang_diffkv.layout.ranks import Ranks
 from sglang_diffkv.mem_pool.host_pages import Run
 from sglang_diffkv.mem_pool.page_manager import PageManager
 from sglang_diffkv.mem_pool.row_transfer import RowExport
@@ -53,10 +54,11 @@ class Rooms:
         self.taken: set[int] = set()
         self.given_up: dict[int, GivenUp] = {}
 
-    def begins(self, room: int) -> bool:
+    def begins(self, room: int, ranks: Ranks) -> bool:
         """A request of this room comes. False if another one has it, or had it when it was given up: their prompts, and
-        what SGLang says of them, would be taken for each other's."""
-        if room in self.taken or room in self.given_up:
+        what SGLang says of them, would be taken for each other's. Each of several ranks forgets in a time of its own,
+        so all of them answer together."""
+        if ranks.largest(np.array([room in self.taken or room in self.given_up], dtype=np.int64))[0]:
             return False
         self.taken.add(room)
         return True
@@ -140,6 +142,10 @@ class Sending:
             return
         # Another thread writes there.
         wanted = [x for x in list(named.values()) if not x.is_dummy]
+        ranks = self.manager.ranks.size
+        if other := {*disaggregation.ranks_of(sender.kv_mgr, wanted)} - {ranks}:
+            self._fail(req, f"the decode server has --tp-size {other.pop()} and this one {ranks}: start both alike")
+            return
         most = min((len(x.dst_kv_indices) for x in wanted), default=0)
         has = min((int(x.decode_prefix_len or 0) for x in wanted), default=0)
         try:

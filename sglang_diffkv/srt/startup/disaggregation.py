@@ -3,12 +3,14 @@ what two servers tell each other of themselves before the first row goes."""
 
 from __future__ import annotations
 
+import hashlib
 import os
 from typing import Any
 
 from sglang_diffkv.config import DiffKVConfig, load_config
 from sglang_diffkv.errors import UnsupportedError
 from sglang_diffkv.layout.geometry import Geometry
+from sglang_diffkv.layout.ranks import Ranks
 from sglang_diffkv.mem_pool.host_pages import GIB
 from sglang_diffkv.mem_pool.row_object import VERSION
 from sglang_diffkv.mem_pool.row_transfer import LESS_ROOM, room_blocks, room_bytes
@@ -18,7 +20,7 @@ from sglang_diffkv.releases import RELEASES, seen_on_gpu
 from sglang_diffkv.srt.models.speculation import algorithm_of
 from sglang_diffkv.srt.scheduling.allocator import requests_of
 from sglang_diffkv.srt.startup import host_options, own_means, own_shaping
-from sglang_diffkv.srt.startup.host_memory import free_host_memory
+from sglang_diffkv.srt.startup.host_memory import free_host_memory, ranks_here
 from sglang_diffkv.srt.startup.model_identity import model_digest, row_facts
 from sglang_diffkv.srt.versions import compat, disaggregation
 
@@ -61,7 +63,7 @@ def problems(args: Any, config: DiffKVConfig) -> list[str]:
     backend = given("disaggregation_transfer_backend")
     found = {
         f"--disaggregation-transfer-backend {backend}: use {TRANSFER}, which moves host memory": backend != TRANSFER,
-        f"--tp-size {given('tp_size')} with {OPTION}: use --tp-size 1": (given("tp_size") or 1) > 1,
+        f"--nnodes {given('nnodes')} with {OPTION}: keep each server on one host": (given("nnodes") or 1) > 1,
         f"--dp-size {given('dp_size')} with {OPTION}: start as many servers": (given("dp_size") or 1) > 1,
         f"--page-size {given('page_size')} with {OPTION}: {drop}": (given("page_size") or 1) > 1,
         f"speculative decoding with {OPTION}: drop one of them": bool(algorithm_of(view)),
@@ -89,6 +91,7 @@ def problems(args: Any, config: DiffKVConfig) -> list[str]:
         f"{STAGING} with {OPTION}: unset it": os.environ.get(STAGING, "").lower() in ("1", "true", "yes", "y"),
     }
     unseen = [] if compat.sglang_version() in PAIRS_GPU_VERSIONS else [OPTION]
+    unseen += [f"--tp-size {given('tp_size')} with {OPTION}"] if (given("tp_size") or 1) > 1 else []
     unseen += [PREFIXES] if given("disaggregation_decode_enable_radix_cache") else []
     untried = [text for what in unseen for text in compat.untried_on_a_gpu(given("device"), what, "drop it")]
     return untried + [text for text, wrong in found.items() if wrong]
@@ -121,11 +124,13 @@ def check_room(args: Any, plan: MemoryPlan, longest: int) -> None:
     if mode_of(args) == OFF:
         return
     pool = getattr(compat.resolved(args), "max_total_tokens", None) or 2 * longest
-    size, free = room_bytes(plan.geometry(pool, 1, longest)), free_host_memory()
+    ranks = ranks_here(compat.resolved(args))
+    size, free = ranks * room_bytes(plan.geometry(pool, 1, longest)), free_host_memory()
     if size > free:
+        each = f" of {ranks} ranks" if ranks > 1 else ""
         raise UnsupportedError(
-            f"diffkv: {OPTION} takes {size / GIB:.2f} GiB of host memory for rows between servers, of which one has "
-            f"up to {longest} tokens, and {free / GIB:.2f} GiB are free: {LESS_ROOM}"
+            f"diffkv: {OPTION} takes {size / GIB:.2f} GiB of host memory for rows between servers{each}, of which one "
+            f"has up to {longest} tokens, and {free / GIB:.2f} GiB are free: {LESS_ROOM}"
         )
 
 
@@ -137,12 +142,14 @@ def init_kv_manager(original: Any, self: Any) -> Any:
     if requests is None or transfer is None:
         return original(self)
     scheduler, config = self.scheduler, load_config()
-    facts = row_facts(config, own_means.digest(), own_shaping.digest())
     manager, runner = requests.manager, scheduler.tp_worker.model_runner
-    model = model_digest(scheduler.server_args, scheduler.model_config)
-    origin = Origin.of(manager.geometry, manager.state.dtype, model, str(facts["digest"]))
+    ranks = manager.ranks
+    facts = row_facts(config, of_all_ranks(own_means.digest(), ranks), of_all_ranks(own_shaping.digest(), ranks))
+    model = of_all_ranks(model_digest(scheduler.server_args, scheduler.model_config), ranks)
+    origin = Origin.of(manager.geometry, manager.state.dtype, model, str(facts["digest"]), ranks)
     transfer.origin = origin
     told = {"rows": VERSION, **facts, "model": origin.model, "dtype": origin.dtype, **dict(origin.shape)}
+    told["--tp-size"] = ranks.size
     usual, runner.kv_cache_dtype_str = runner.kv_cache_dtype_str, disaggregation.told_of_rows(told)
     try:
         found = original(self)
@@ -150,6 +157,15 @@ def init_kv_manager(original: Any, self: Any) -> Any:
         runner.kv_cache_dtype_str = usual
     disaggregation.keep_rooms_apart(found)
     return found
+
+
+def of_all_ranks(digest: str, ranks: Ranks) -> str:
+    """One name, in hex, for what each rank has named: the same on all of them. Empty if each is. All ranks have to call
+    it."""
+    if ranks.alone:
+        return digest
+    every = ranks.each(int(digest[:15] or "0", 16))
+    return hashlib.blake2b(repr(every).encode(), digest_size=16).hexdigest() if any(every) else ""
 
 
 def check_status(original: Any, self: Any, bootstrap_room: int) -> Any:

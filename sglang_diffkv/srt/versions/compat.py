@@ -315,12 +315,17 @@ def expected_ratio(scheduler: Any) -> float:
     return scheduler.new_token_ratio_tracker.current
 
 
+def most_left(req: Any) -> int:
+    """Tokens that a request may generate yet, of which SGLang's admission takes account."""
+    return int(min(req.sampling_params.max_new_tokens - len(req.output_ids), _most_expected()))
+
+
 def expected_tokens(scheduler: Any, running: Any = None) -> Iterator[tuple[int | None, float]]:
     """Row of each running request, and the tokens that SGLang expects it to generate yet, as its admission does.
     ``running``: SGLang's running batch, where it is not the scheduler's yet."""
     ratio = expected_ratio(scheduler)
     for req in (running or scheduler.running_batch).reqs:
-        rest = min(req.sampling_params.max_new_tokens - len(req.output_ids), _most_expected())
+        rest = most_left(req)
         whole = installed().whole_replies and req.sampling_params.ignore_eos
         yield row_of(req), rest * (1.0 if whole else ratio)
 

@@ -6,11 +6,13 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import time
 from collections import defaultdict
 from typing import Any
 
 import numpy as np
 
+from sglang_diffkv.layout.ranks import Ranks
 from sglang_diffkv.srt.versions.compat import installed, kv_of, row_of
 
 logger = logging.getLogger(__name__)
@@ -190,6 +192,46 @@ def tell_failed(manager: Any, room: int, wanted: list[Any]) -> None:
 
 
 GIVEN_UP = "the prefill server has given the request up"
+
+
+def ranks_of(manager: Any, wanted: list[Any]) -> list[int]:
+    """How many ranks decode servers have. ``wanted``: what they have said of a prompt. ``manager``: SGLang's of the
+    senders."""
+    table = getattr(manager, "decode_kv_args_table", {})
+    known = [table.get(getattr(x, "mooncake_session_id", None)) for x in wanted]
+    return [int(x.dst_attn_tp_size) for x in known if x is not None]
+
+
+def drain_on_all_ranks(failed: list[Any], ranks: Ranks) -> None:
+    """Of requests that have ``failed`` on a decode server SGLang keeps what they hold until the prefill server writes
+    nothing any more, where that was told of it. Ranks keep it or not together. All of them have to call it. 0.5.17
+    keeps nothing, and ranks of 0.5.23 agree by themselves."""
+    if ranks.alone or not failed or not installed().target("resolve_deferred_releases"):
+        return
+    receivers = [decode_req.kv_receiver for decode_req in failed]
+    for receiver in receivers:
+        if receiver.kv_mgr.enable_deferred_decode_kv_release:
+            receiver.ensure_abort_notified(force_arm=True)
+    told = ranks.largest(np.array([receiver.abort_notified for receiver in receivers], dtype=np.int64))
+    for receiver, anywhere in zip(receivers, told.tolist(), strict=True):
+        if anywhere and not receiver.abort_notified:  # nobody writes for this rank
+            receiver.abort_notified, receiver.bootstrap_infos = True, []
+
+
+def resolve_on_all_ranks(original: Any, queue: Any, ranks: Ranks) -> None:
+    """What failed requests hold is given up where that may be, on all ranks. ``original``: SGLang's function, by which
+    each rank gives it up in a time of its own."""
+    entries, now = queue._deferred_releases, time.monotonic()
+    if not entries:
+        return
+    safe = []
+    for req, *_, deadline, _, acks in entries:
+        drained = req.kv_receiver.kv_mgr.is_abort_release_safe(req.req.bootstrap_room, acks)
+        safe.append(drained or now >= deadline)
+    agreed = ranks.least(np.array(safe, dtype=np.int64)).tolist()
+    queue._deferred_releases = [(*x[:-3], now, *x[-2:]) for ok, x in zip(agreed, entries, strict=True) if ok]
+    original(queue)
+    queue._deferred_releases += [entry for ok, entry in zip(agreed, entries, strict=True) if not ok]
 
 
 def has_failed(sender: Any) -> bool:

@@ -2,7 +2,8 @@
 another's over TCP on the loopback. Mooncake's own listens on all interfaces, and needs a library of InfiniBand.
 
 As with the real one, memory that is not registered is neither read nor written, and writes have arrived when the call
-returns. ``SECONDS_ENV`` lets each write take so long, in the middle of its bytes.
+returns. ``SECONDS_ENV`` lets each write take so long, in the middle of its bytes. Where the file of ``DAMAGE_ENV`` is,
+the next write of pages, of one process, has a wrong byte; then the file is gone.
 """
 
 from __future__ import annotations
@@ -15,8 +16,23 @@ import threading
 import time
 
 SECONDS_ENV = "LOOPBACK_ENGINE_SECONDS"
+DAMAGE_ENV = "LOOPBACK_ENGINE_DAMAGE"
+PAGES = 4096
+"""Bytes from which a write is one of pages."""
 HEAD = struct.Struct("<QQ")
 PIECE = 1 << 20
+
+
+def _damaged(length: int) -> bool:
+    """Whether this write is to be wrong: of all processes one takes the file away."""
+    path = os.environ.get(DAMAGE_ENV, "")
+    if not path or length < PAGES:
+        return False
+    try:
+        os.unlink(path)
+    except FileNotFoundError:
+        return False
+    return True
 
 
 def _exactly(connection: socket.socket, count: int) -> bytes:
@@ -75,7 +91,9 @@ class TransferEngine:
                     half = length // 2
                     connection.sendall(ctypes.string_at(source, half))
                     time.sleep(float(os.environ.get(SECONDS_ENV, "0")))
-                    connection.sendall(ctypes.string_at(source + half, length - half))
+                    second = bytearray(ctypes.string_at(source + half, length - half))
+                    second[0] ^= _damaged(length)
+                    connection.sendall(second)
                     if _exactly(connection, 1) != b"\1":
                         return -1
         except OSError:
