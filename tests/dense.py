@@ -10,7 +10,7 @@ import torch
 from sglang_diffkv.kernels.append.reference import append
 from sglang_diffkv.kernels.decode_attention.reference import StepScores, decode_attention
 from sglang_diffkv.kernels.extend_attention.reference import extend_attention
-from sglang_diffkv.kernels.quantize.reference import dequantize, quantize
+from sglang_diffkv.kernels.quantize.reference import NEW, dequantize, quantize
 from sglang_diffkv.layout.geometry import Segment
 from sglang_diffkv.layout.page_format import Tier
 from sglang_diffkv.mem_pool.page_manager import PageManager
@@ -21,7 +21,7 @@ from tests.helpers import Visible, begin_step, end_decode, new_scores, tier_map,
 def stored(x: torch.Tensor, tiers: tuple[Tier, ...], bits: str, dtype: torch.dtype) -> list[torch.Tensor]:
     """``x`` as each tier gives it back: the lower tiers quantise what the high one stored."""
     high = getattr(tiers[0], bits)
-    first = x.to(dtype).float() if tiers[0].is_raw else dequantize(*quantize(x, high, 16), high)
+    first = x.to(dtype).float() if tiers[0].is_raw else dequantize(*quantize(x, high, NEW), high)
     lower = [getattr(tier, bits) for tier in tiers[1:]]
     return [first, *(dequantize(*quantize(first, n, high), n) for n in lower)]
 

@@ -25,7 +25,7 @@ import torch
 
 from sglang_diffkv.calibrate.heads.capture import LayerPass
 from sglang_diffkv.kernels.cuts import Cuts, prompt_tiers
-from sglang_diffkv.kernels.quantize.reference import dequantize, quantize
+from sglang_diffkv.kernels.quantize.reference import NEW, dequantize, quantize
 from sglang_diffkv.kernels.rotate.reference import Rotation, rotate
 from sglang_diffkv.layout.page_format import RAW_BITS, SCORE_BYTES, SHORT_POSITION_BYTES, Tier
 from sglang_diffkv.policies.base import Pointwise
@@ -126,7 +126,7 @@ def _attend(logits: torch.Tensor, shown: torch.Tensor) -> torch.Tensor:
 
 def _stored(x: torch.Tensor, tiers: Sequence[Tier], bits: str) -> list[torch.Tensor]:
     """``x`` [H, N, dim] as each tier gives it back, float32; the low tier is made of what the high one has."""
-    found, source = [x.float()], RAW_BITS
+    found, source = [x.float()], NEW
     for tier in tiers:
         width = getattr(tier, bits)
         found.append(found[-1] if width == RAW_BITS else dequantize(*quantize(found[-1], width, source), width))
