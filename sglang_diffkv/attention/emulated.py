@@ -68,6 +68,7 @@ class Stored:
         means: [layers, H, D], taken off keys before they are rounded; None for none. fitted: matrices that come before
             the rotation, of each KV head, in the model's dtype. Before any that are no rotations the means come off.
         only: layers in which tokens are stored so, to be told what these lose; others attend as computed. None for all.
+        prompts_in_8_bits: queries of prompts attend in e4m3, as with ``"prefill": "fa3_fp8"``, however short they are.
     """
 
     tiers: tuple[Tier, ...]
@@ -76,6 +77,7 @@ class Stored:
     means: torch.Tensor | None = None
     fitted: FittedTransform = NOT_FITTED
     only: frozenset[int] | None = None
+    prompts_in_8_bits: bool = False
 
     def __post_init__(self) -> None:
         policy = self.policy
@@ -177,10 +179,10 @@ AS_COMPUTED = Stored((Tier(RAW_BITS, RAW_BITS),))
 class Fp8(Stored):
     """Stock SGLang's ``fp8_e4m3`` without scales, for comparison. As in its Triton kernels and in FlashAttention-3,
     queries and attention weights are rounded too where tokens are stored. New tokens of a prompt see each other as
-    computed, as Triton's do; FlashAttention-3 loses more there."""
+    computed, as Triton's do; with ``prompts_in_8_bits`` as by FlashAttention-3, which loses more there."""
 
-    def __init__(self) -> None:
-        super().__init__((Tier(8, 8),))
+    def __init__(self, *, prompts_in_8_bits: bool = False) -> None:
+        super().__init__((Tier(8, 8),), prompts_in_8_bits=prompts_in_8_bits)
 
     def queries(self, query: torch.Tensor) -> torch.Tensor:
         return _as_e4m3(query)
@@ -188,12 +190,17 @@ class Fp8(Stored):
     def weights(self, weights: torch.Tensor) -> torch.Tensor:
         """FlashAttention-3 scales a row so that its largest weight is ``LARGEST_WEIGHT``; Triton's kernels do not, and
         lose small weights."""
-        scale = weights.amax(-1, keepdim=True).clamp(min=LEAST_WEIGHT) / LARGEST_WEIGHT
-        return _as_e4m3(weights / scale) * scale
+        return _weights_in_8_bits(weights)
 
     def _forms(self, x: torch.Tensor, bits: list[int], **form: Any) -> Forms:
         stored = _as_e4m3(x)
         return Forms(x.float(), stored, stored)
+
+
+def _weights_in_8_bits(weights: torch.Tensor) -> torch.Tensor:
+    """As FlashAttention-3 rounds a row's attention weights."""
+    scale = weights.amax(-1, keepdim=True).clamp(min=LEAST_WEIGHT) / LARGEST_WEIGHT
+    return _as_e4m3(weights / scale) * scale
 
 
 def _as_e4m3(x: torch.Tensor) -> torch.Tensor:
@@ -224,6 +231,24 @@ def _rounded(x: torch.Tensor, bits: int, source_bits: int = NEW) -> torch.Tensor
     return x if bits == RAW_BITS else dequantize(*quantize(x, bits, source_bits), bits)
 
 
+@dataclass(frozen=True)
+class _Attended:
+    """What a part of a text attends by. queries: [H, query heads of each, N, D]. eight_bits: whether attention weights
+    are rounded too."""
+
+    queries: torch.Tensor
+    keys: Forms
+    values: Forms
+    eight_bits: bool = False
+
+    def in_8_bits(self) -> _Attended:
+        keys, values = (Forms(*map(_as_e4m3, (x.computed, x.high, x.low))) for x in (self.keys, self.values))
+        return _Attended(_as_e4m3(self.queries), keys, values, eight_bits=True)
+
+    def rounded(self, weights: torch.Tensor) -> torch.Tensor:
+        return _weights_in_8_bits(weights) if self.eight_bits else weights
+
+
 def attend(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float, layer: int, stored: Stored, span: Span,
     sight: Sight,
@@ -245,21 +270,24 @@ def attend(
     received = torch.zeros(*queries.shape[:3], device=key.device)  # [H, G, N]
     ends = None if policy is None else evidence_ends(tokens, policy.window, span, key.device)
     out = torch.empty(*queries.shape[:3], value.shape[2], device=key.device)
-    for rows, logits in _logits(queries, keys.computed, scale, sight, slice(0, least)):
-        weights = logits.softmax(-1)
-        out[:, :, rows] = weights @ values.computed[:, None]
-        if ends is not None:
-            row = torch.arange(rows.start, rows.stop, device=key.device)[:, None]
-            column = torch.arange(tokens, device=key.device)
-            received += (weights * ((row > column) & (row <= ends))).sum(2)
+    of_replies = _Attended(queries, keys, values)
+    of_prompts = of_replies.in_8_bits() if stored.prompts_in_8_bits else of_replies
+    for attended, within in ((of_prompts, slice(0, min(span.prompt, least))), (of_replies, slice(span.prompt, least))):
+        for rows, logits in _logits(attended.queries, attended.keys.computed, scale, sight, within):
+            weights = logits.softmax(-1)
+            out[:, :, rows] = attended.rounded(weights) @ attended.values.computed[:, None]
+            if ends is not None:
+                row = torch.arange(rows.start, rows.stop, device=key.device)[:, None]
+                column = torch.arange(tokens, device=key.device)
+                received += (weights * ((row > column) & (row <= ends))).sum(2)
     low = None if policy is None or ends is None else placed_low(received, policy, ends, span)
-    behind = slice(span.cached, tokens)
-    for rows, computed in _logits(queries, keys.computed, scale, sight, behind):
-        met = stored.queries(queries[:, :, rows])
-        fresh, *rest = _softmax_as_stored(computed, met, keys, scale, sight, _Seen(rows, span, low, ends))
-        seen = (fresh, *map(stored.weights, rest))
-        forms = (values.computed, values.high, values.low)
-        out[:, :, rows] = torch.stack([part @ x[:, None] for part, x in zip(seen, forms, strict=True)]).sum(0)
+    for attended, within in ((of_prompts, slice(span.cached, span.prompt)), (of_replies, slice(span.prompt, tokens))):
+        for rows, computed in _logits(attended.queries, attended.keys.computed, scale, sight, within):
+            met, seen_by = stored.queries(attended.queries[:, :, rows]), _Seen(rows, span, low, ends)
+            fresh, *rest = _softmax_as_stored(computed, met, attended.keys, scale, sight, seen_by)
+            seen = map(attended.rounded, (fresh, *map(stored.weights, rest)))
+            forms = (attended.values.computed, attended.values.high, attended.values.low)
+            out[:, :, rows] = torch.stack([part @ x[:, None] for part, x in zip(seen, forms, strict=True)]).sum(0)
     return out.flatten(0, 1).transpose(0, 1).to(query.dtype)
 
 

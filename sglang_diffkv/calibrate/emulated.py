@@ -55,7 +55,9 @@ from sglang_diffkv.noise_shaping import Moments, NoiseShaping, output_products
 
 READING, READ = "reading.txt", 4096
 """The text of the key means, and tokens of it that are read at most: as a server does."""
-FP8 = "fp8_e4m3"
+FP8, FP8_FLASH = "fp8_e4m3", "fp8_e4m3 by FlashAttention-3"
+IN_8_BITS = "fa3_fp8"
+"""``prefill`` of configurations whose prompts attend in 8 bits. They are judged so however short a prompt is."""
 
 
 class Reading:
@@ -187,8 +189,13 @@ def judge(args: argparse.Namespace) -> tuple[Losses, Choice | None]:
                 found[name].append((lost[:count], lost[count:]))
         return found
 
-    ways = {name: stored_of(config, judge.means, judge.shaping) for name, config in configs.items()}
-    found = of_all({FP8: Fp8(), **ways})
+    ways: dict[str, Stored] = {FP8: Fp8()}
+    if any(config.prefill == IN_8_BITS for config in configs.values()):
+        ways[FP8_FLASH] = Fp8(prompts_in_8_bits=True)
+    for name, config in configs.items():
+        stored = stored_of(config, judge.means, judge.shaping)
+        ways[name] = replace(stored, prompts_in_8_bits=config.prefill == IN_8_BITS)
+    found = of_all(ways)
     return (found, None) if args.config else taken(found, judge, of_all)
 
 

@@ -159,6 +159,26 @@ def test_fp8_rounds_what_is_read_of_a_cache() -> None:
     assert not Fp8().weights(torch.zeros(2, 3)).any(), "a row that sees nothing stored"
 
 
+@pytest.mark.parametrize("stored", [AS_COMPUTED, Stored(parsed(("K8V8",))), Fp8()])
+def test_prompts_in_8_bits(stored: Stored) -> None:
+    """Queries, keys, values and weights are rounded, whatever a prompt sees; what its reply sees is as it was."""
+    found, usual = emulated(replace_in(stored)), emulated(stored)
+    assert torch.equal(found[SPAN.prompt :], usual[SPAN.prompt :])
+    assert not torch.equal(found[: SPAN.cached], usual[: SPAN.cached])
+    query, key, value = (x.to(torch.float8_e4m3fn).float() for x in given())
+    at = SPAN.cached - 1  # it sees what a pass has computed
+    logits = query[at].view(HEADS, GROUP, DIM) @ key[: at + 1].permute(1, 2, 0) * SCALE
+    weights = logits.softmax(-1)
+    largest = weights.amax(-1, keepdim=True)
+    rounded = (weights / largest * 256).to(torch.float8_e4m3fn).float() * largest / 256
+    expected = (rounded @ value[: at + 1].transpose(0, 1)).flatten(0, 1)
+    torch.testing.assert_close(found[at], expected, rtol=2**-7, atol=1e-6)
+
+
+def replace_in(stored: Stored) -> Stored:
+    return Fp8(prompts_in_8_bits=True) if isinstance(stored, Fp8) else replace(stored, prompts_in_8_bits=True)
+
+
 def test_what_is_not_emulated_is_refused() -> None:
     with pytest.raises(ValueError, match="DiffKV's thresholds"):
         Stored(parsed(("K8V4", "K4V2")), UniformPolicy())
