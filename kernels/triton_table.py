@@ -177,8 +177,11 @@ def store_positions(page, POSITIONS: tl.constexpr, slot, position, mask):
     tl.store(at, position.to(at.dtype.element_ty), mask=mask)
 
 
-I_KB, I_VB, I_TOKENS, I_KEYS, I_KMETA, I_VALUES, I_VMETA, I_SCORES, I_POSITIONS = (tl.constexpr(i) for i in range(9))
-"""Places of the numbers that ``layout_numbers`` gives of a tier: bits of keys and values, tokens of a page, offsets.
+I_KB, I_VB, I_TOKENS, I_KEYS, I_KMETA, I_VALUES, I_VMETA, I_SCORES, I_POSITIONS, I_KTURNED, I_VTURNED = (
+    tl.constexpr(i) for i in range(11)
+)
+"""Places of the numbers that ``layout_numbers`` gives of a tier: bits of keys and values, tokens of a page, offsets;
+1 for rotated keys, and values, else 0.
 Scores have ``NO_SCORES`` where there are none; positions have what ``field_of`` makes of offset and bytes."""
 NO_SCORES = tl.constexpr(-1)
 
@@ -197,7 +200,8 @@ def field_of(offset: int, size: int) -> int:
 @cache
 def layout_numbers(fmt: PageFormat) -> tuple[tuple[int, ...], ...]:
     """What kernels are told of each tier, as one compile-time constant: ``LAYOUTS[tier][I_TOKENS]``."""
-    return tuple(tuple(layout_constants(layout).values()) for layout in fmt.layouts)
+    turned = tuple(map(int, fmt.turned))
+    return tuple((*layout_constants(layout).values(), *turned) for layout in fmt.layouts)
 
 
 @cache

@@ -22,11 +22,13 @@ from sglang_diffkv.kernels.triton_table import (
     I_KB,
     I_KEYS,
     I_KMETA,
+    I_KTURNED,
     I_POSITIONS,
     I_SCORES,
     I_VALUES,
     I_VB,
     I_VMETA,
+    I_VTURNED,
     NO_SCORES,
     dot_padded,
     load_bound,
@@ -173,9 +175,9 @@ def load_codes(
 @triton.jit
 def requantized(
     page, slot, chosen, raw, DIM: tl.constexpr, FROM: tl.constexpr, TO: tl.constexpr, OFFSET: tl.constexpr,
-    META: tl.constexpr,
+    META: tl.constexpr, TURNED: tl.constexpr,
 ):  # fmt: skip
-    """As ``load_codes``, in a lower tier's form. ``raw`` is the raw tier's type."""
+    """As ``load_codes``, in a lower tier's form. ``raw`` is the raw tier's type. ``TURNED``: whether it is rotated."""
     W: tl.constexpr = chunk_bytes(DIM, TO)
     WP: tl.constexpr = padded(W)
     element = group_elements(W, WP, TO)  # [1, groups, WP]
@@ -188,7 +190,7 @@ def requantized(
         codes = element_codes(page + OFFSET + slot[:, None, None] * (DIM * FROM // 8), element, mask, DIM, FROM)
         scale, zero = meta_pair(tl.load(number_at(page, META, slot), mask=chosen, other=0))
         x = codes.to(tl.float32) * scale[:, None, None] + zero[:, None, None]
-    return quantize_groups(x, inside, TO, FROM)
+    return quantize_groups(x, inside, TO, FROM if TURNED or FROM == TO else 0)
 
 
 @triton.jit
@@ -271,8 +273,10 @@ def requantized_tokens(
     page, slot, chosen, raw, FROM: tl.constexpr, TO: tl.constexpr, D: tl.constexpr, DV: tl.constexpr
 ):  # fmt: skip
     """As ``load_tokens`` of a page of layout ``FROM``, in the form of the lower tier ``TO``."""
-    k, kmeta = requantized(page, slot, chosen, raw, D, FROM[I_KB], TO[I_KB], FROM[I_KEYS], FROM[I_KMETA])
-    v, vmeta = requantized(page, slot, chosen, raw, DV, FROM[I_VB], TO[I_VB], FROM[I_VALUES], FROM[I_VMETA])
+    k, kmeta = requantized(page, slot, chosen, raw, D, FROM[I_KB], TO[I_KB], FROM[I_KEYS], FROM[I_KMETA], TO[I_KTURNED])
+    v, vmeta = requantized(
+        page, slot, chosen, raw, DV, FROM[I_VB], TO[I_VB], FROM[I_VALUES], FROM[I_VMETA], TO[I_VTURNED]
+    )  # fmt: skip
     return k, kmeta, v, vmeta
 
 

@@ -257,6 +257,12 @@ class DiffKVConfig(Strict):
         return Rotation(named.keys and self.key_rotation is None, named.values and self.value_rotation is None)
 
     @property
+    def turned(self) -> tuple[bool, bool]:
+        """Whether keys, and values, are rotated, by whatever matrix."""
+        named = Rotation.named(self.rotate)
+        return named.keys or self.key_rotation is not None, named.values or self.value_rotation is not None
+
+    @property
     def method(self) -> PolicyConfig:
         """``policy``, or what a server runs without one."""
         if self.policy is not None:
@@ -283,7 +289,7 @@ class DiffKVConfig(Strict):
         scored = self.build_policy().scored_tiers(len(self.tiers))
         sizes = (self.page_tokens, scored, position_bytes_for(max_tokens))
         try:
-            return PageFormat(head_dim, v_head_dim, self.parsed_tiers, *sizes)
+            return PageFormat(head_dim, v_head_dim, self.parsed_tiers, *sizes, turned=self.turned)
         except ValueError as error:
             raise ConfigError(f"diffkv cannot serve this model: {error}") from None
 

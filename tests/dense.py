@@ -10,7 +10,7 @@ import torch
 from sglang_diffkv.kernels.append.reference import append
 from sglang_diffkv.kernels.decode_attention.reference import StepScores, decode_attention
 from sglang_diffkv.kernels.extend_attention.reference import extend_attention
-from sglang_diffkv.kernels.quantize.reference import NEW, dequantize, quantize
+from sglang_diffkv.kernels.quantize.reference import NEW, dequantize, quantize, source_of
 from sglang_diffkv.layout.geometry import Segment
 from sglang_diffkv.layout.page_format import Tier
 from sglang_diffkv.mem_pool.page_manager import PageManager
@@ -18,12 +18,15 @@ from tests.checks import check_scores, check_searches
 from tests.helpers import Visible, begin_step, end_decode, new_scores, tier_map, visible
 
 
-def stored(x: torch.Tensor, tiers: tuple[Tier, ...], bits: str, dtype: torch.dtype) -> list[torch.Tensor]:
-    """``x`` as each tier gives it back: the lower tiers quantise what the high one stored."""
+def stored(
+    x: torch.Tensor, tiers: tuple[Tier, ...], bits: str, dtype: torch.dtype, *, turned: bool
+) -> list[torch.Tensor]:
+    """``x`` as each tier gives it back: the lower tiers quantise what the high one stored. ``turned``: whether it
+    counts as rotated."""
     high = getattr(tiers[0], bits)
     first = x.to(dtype).float() if tiers[0].is_raw else dequantize(*quantize(x, high, NEW), high)
     lower = [getattr(tier, bits) for tier in tiers[1:]]
-    return [first, *(dequantize(*quantize(first, n, high), n) for n in lower)]
+    return [first, *(dequantize(*quantize(first, n, source_of(n, high, turned=turned)), n) for n in lower)]
 
 
 @dataclass
@@ -71,8 +74,8 @@ class Session:
             return torch.randn(shape, generator=self.random).bfloat16().float()
 
         key, value = rand(self.fmt.head_dim), rand(self.fmt.v_head_dim)
-        keys = [key, *stored(key, self.fmt.tiers, "k_bits", self.state.dtype)]
-        values = [value, *stored(value, self.fmt.tiers, "v_bits", self.state.dtype)]
+        keys = [key, *stored(key, self.fmt.tiers, "k_bits", self.state.dtype, turned=self.fmt.turned[0])]
+        values = [value, *stored(value, self.fmt.tiers, "v_bits", self.state.dtype, turned=self.fmt.turned[1])]
         return Dense(keys, values, torch.zeros(key.shape[:3]))
 
     def query(self, count: int) -> torch.Tensor:

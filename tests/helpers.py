@@ -22,6 +22,8 @@ from sglang_diffkv.policies.base import Policy
 from tests.policies import diffkv_policy
 
 PAIR = ("K8V4", "K4V2")
+TURNED = (True, False)
+"""What formats of tests call rotated: keys that go down choose the range of their codes, and values do not."""
 
 POISONS = {"ones": -1, "nan": 0x7FFF}
 """Two-byte words for unused memory. All ones reads as NaN, and as position -1; 0x7FFF reads as NaN in
@@ -38,7 +40,7 @@ def make_format(
 ) -> PageFormat:
     """A page format from tier names, for sequences as tests have them."""
     parsed = tuple(Tier.parse(t) for t in tiers)
-    return PageFormat(head_dim, v_head_dim, parsed, page_tokens, scored, position_bytes)
+    return PageFormat(head_dim, v_head_dim, parsed, page_tokens, scored, position_bytes, TURNED)
 
 
 class LooseBoundsManager(PageManager):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from sglang_diffkv.kernels.quantize.reference import NEW, dequantize, quantize
+from sglang_diffkv.kernels.quantize.reference import NEW, dequantize, quantize, source_of
 from sglang_diffkv.kernels.rotate.reference import NO_ROTATION, Rotation, rotated
 from sglang_diffkv.kernels.table import TABLE_BLOCK
 from sglang_diffkv.layout.page_format import Tier
@@ -24,7 +24,11 @@ def write_tokens(
     """Quantise and store tokens at (page, slot), each [N]; key [N, dim], value [N, v_dim] of tier ``source``, or
     new. The score goes nowhere where the tier has none."""
     tier = view.layout.tier
-    k_source, v_source = (NEW, NEW) if source is None else (source.k_bits, source.v_bits)
+    k_source = v_source = NEW
+    if source is not None:
+        keys_turned, values_turned = view.layout.turned
+        k_source = source_of(tier.k_bits, source.k_bits, turned=keys_turned)
+        v_source = source_of(tier.v_bits, source.v_bits, turned=values_turned)
     if view.key_meta is None or view.value_meta is None:
         view.keys[page, slot] = key.to(view.keys.dtype)
         view.values[page, slot] = value.to(view.values.dtype)

@@ -3,8 +3,9 @@
 ``Q = round((x - z) / s)``, with ``s`` and ``z`` kept in fp16 and used in their rounded form on both sides. At 6 to 8
 bits ``z = min(x)`` and ``s = (max(x) - min(x)) / (2^bits - 1)``, as in the papers. With fewer the outermost codes may
 stand for numbers inside the extremes, and what lies beyond is clipped: a smaller step gains more than the extremes
-lose. A token that goes down to a lower tier is looked at closely: how far inside each end lies is chosen for each
-vector, among ``CUTS``, by the sum of squared errors. A new token has no time for that: ``NEW_CUT`` is for all vectors.
+lose. A rotated token that goes down to a lower tier is looked at closely: how far inside each end lies is chosen for
+each vector, among ``CUTS``, by the sum of squared errors. A new token has no time for that, and for numbers that are
+not rotated it would be wrong (``source_of``): ``NEW_CUT`` is for all vectors.
 
 That alone would make every vector shorter. Attention sums over many tokens: errors that differ from token to token
 average out there, an error that all have in common does not. So the step is then made wider by a *gain*. With it a
@@ -57,6 +58,12 @@ def cuts(bits: int, source_bits: int = NEW) -> tuple[int, ...]:
     if source_bits == NEW:
         return (NEW_CUT[bits],)
     return (0,) if bits == source_bits else CUTS[bits]
+
+
+def source_of(bits: int, stored_bits: int, *, turned: bool) -> int:
+    """``source_bits`` of what was stored in ``stored_bits`` and goes down to ``bits``. Only rotated numbers choose:
+    of others a few may be far from the rest, and clipping them would be an error that all tokens have in common."""
+    return stored_bits if turned or bits == stored_bits else NEW
 
 
 def first_cut(bits: int, source_bits: int = NEW) -> int:

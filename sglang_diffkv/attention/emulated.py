@@ -20,7 +20,7 @@ import torch
 
 from sglang_diffkv.attention.whole import Sight
 from sglang_diffkv.config import DiffKVConfig
-from sglang_diffkv.kernels.quantize.reference import NEW, dequantize, quantize
+from sglang_diffkv.kernels.quantize.reference import NEW, dequantize, quantize, source_of
 from sglang_diffkv.kernels.rotate.fitted import NOT_FITTED, FittedTransform
 from sglang_diffkv.kernels.rotate.reference import NO_ROTATION, Rotation, rotated
 from sglang_diffkv.layout.page_format import RAW_BITS, Tier
@@ -68,6 +68,7 @@ class Stored:
         means: [layers, H, D], taken off keys before they are rounded; None for none. fitted: matrices that come before
             the rotation, of each KV head, in the model's dtype. Before any that are no rotations the means come off.
         only: layers in which tokens are stored so, to be told what these lose; others attend as computed. None for all.
+        turned: whether keys, and values, count as rotated; None where ``rotation`` says so.
         prompts_in_8_bits: queries of prompts attend in e4m3, as with ``"prefill": "fa3_fp8"``, however short they are.
     """
 
@@ -77,6 +78,7 @@ class Stored:
     means: torch.Tensor | None = None
     fitted: FittedTransform = NOT_FITTED
     only: frozenset[int] | None = None
+    turned: tuple[bool, bool] | None = None
     prompts_in_8_bits: bool = False
 
     def __post_init__(self) -> None:
@@ -108,6 +110,11 @@ class Stored:
         """The policy that places tokens, None where all have one tier."""
         return self.policy if len(self.tiers) > 1 and isinstance(self.policy, DiffKVPolicy) else None
 
+    @property
+    def choosing(self) -> tuple[bool, bool]:
+        """Whether codes of keys, and of values, that go down choose their range."""
+        return (self.rotation.keys, self.rotation.values) if self.turned is None else self.turned
+
     def keys(self, key: torch.Tensor, layer: int) -> Forms:
         """``key`` [H, N, D], in the model's dtype. ``layer``: its place in ``means`` and ``fitted``."""
         means = None if self.means is None else self.means[layer].to(key.device).float()[:, None]
@@ -117,9 +124,9 @@ class Stored:
             pair = fitted.keys[layer].to(key.device), undone[layer].mT.to(key.device)
         bits, turned = [x.k_bits for x in self.tiers], self.rotation.keys
         if means is None or not fitted.stretches_keys:
-            return self._forms(key, bits, turned=turned, means=means, pair=pair)
+            return self._forms(key, bits, turned=turned, means=means, pair=pair, chooses=self.choosing[0])
         off = means.to(key.dtype)
-        found = self._forms(key - off, bits, turned=turned, means=None, pair=pair)
+        found = self._forms(key - off, bits, turned=turned, means=None, pair=pair, chooses=self.choosing[0])
         return Forms(*(x + off.float() for x in (found.computed, found.high, found.low)))
 
     def values(self, value: torch.Tensor, layer: int) -> Forms:
@@ -128,7 +135,8 @@ class Stored:
         if fitted.values is not None:
             undone = fitted.values.mT if fitted.outputs is None else fitted.outputs
             pair = fitted.values[layer].to(value.device), undone[layer].to(value.device)
-        return self._forms(value, [x.v_bits for x in self.tiers], turned=self.rotation.values, means=None, pair=pair)
+        bits, form = [x.v_bits for x in self.tiers], {"turned": self.rotation.values, "chooses": self.choosing[1]}
+        return self._forms(value, bits, **form, means=None, pair=pair)
 
     def asked(self, query: torch.Tensor, layer: int) -> torch.Tensor:
         """``query`` [Hq, N, D], in the model's dtype: float32, as it is rounded behind ``fitted``, and turned back."""
@@ -150,7 +158,7 @@ class Stored:
 
     def _forms(
         self, x: torch.Tensor, bits: list[int], *, turned: bool, means: torch.Tensor | None,
-        pair: tuple[torch.Tensor, torch.Tensor] | None,
+        pair: tuple[torch.Tensor, torch.Tensor] | None, chooses: bool,
     ) -> Forms:  # fmt: skip
         """``pair``: the matrix that ``x`` is multiplied by, and the one that undoes it."""
         stored, off = x, means
@@ -162,7 +170,7 @@ class Stored:
             off = (rotated(off) if turned else off).to(x.dtype).float()
             stored = stored - off
         high = _rounded(stored, bits[0])
-        low = high if len(bits) == 1 else _rounded(high, bits[1], bits[0])
+        low = high if len(bits) == 1 else _rounded(high, bits[1], source_of(bits[1], bits[0], turned=chooses))
 
         def back(y: torch.Tensor) -> torch.Tensor:
             y = y if off is None else y + off
@@ -219,7 +227,7 @@ def stored_of(
     if config.key_rotation is not None or config.value_rotation is not None:
         raise ValueError("fitted rotations are not emulated")
     taken = means if config.key_means is not None else None
-    plain = Stored(config.parsed_tiers, config.build_policy(), config.rotation, taken)
+    plain = Stored(config.parsed_tiers, config.build_policy(), config.rotation, taken, turned=config.turned)
     if config.noise_shaping is None or shaping is None:
         return plain
     fitted = shaping.transform(dtype, "cpu", config.rotation)

@@ -104,7 +104,7 @@ def _align(n: int) -> int:
 @dataclass(frozen=True)
 class TierLayout:
     """Offsets in bytes from the start of a page that holds ``tokens`` tokens of ``tier``. ``score_offset`` is None
-    where tokens have no score."""
+    where tokens have no score. ``turned``: as of ``PageFormat``."""
 
     tier: Tier
     tokens: int
@@ -118,6 +118,7 @@ class TierLayout:
     score_offset: int | None
     position_offset: int
     end: int
+    turned: tuple[bool, bool] = (False, False)
 
     @classmethod
     def build(
@@ -129,6 +130,7 @@ class TierLayout:
         *,
         scored: bool = True,
         position_bytes: int = POSITION_BYTES,
+        turned: tuple[bool, bool] = (False, False),
     ) -> TierLayout:
         key_bytes, value_bytes = head_dim * tier.k_bits // 8, v_head_dim * tier.v_bits // 8
         meta = 0 if tier.is_raw else META_BYTES
@@ -141,7 +143,7 @@ class TierLayout:
         end = position + tokens * position_bytes
         return cls(
             tier, tokens, key_bytes, value_bytes, position_bytes, key, key_meta, value, value_meta,
-            score if scored else None, position, end,
+            score if scored else None, position, end, turned,
         )  # fmt: skip
 
     @property
@@ -164,7 +166,9 @@ class PageFormat:
       if that is not below ``page_tokens``.
 
     ``scored``: of the first so many tiers tokens have a score. ``position_bytes``: 2 for sequences of up to
-    ``SHORT_TOKENS``, else 4. Raises ValueError for geometries and tiers that cannot be stored.
+    ``SHORT_TOKENS``, else 4. ``turned``: whether keys, and values, are rotated before they are stored. Then
+    numbers are near normal, and each vector that goes down chooses the range of its codes. Raises ValueError for
+    geometries and tiers that cannot be stored.
     """
 
     head_dim: int
@@ -173,6 +177,7 @@ class PageFormat:
     page_tokens: int = 32
     scored: int = MOST_TIERS
     position_bytes: int = POSITION_BYTES
+    turned: tuple[bool, bool] = (False, False)
 
     def __post_init__(self) -> None:
         for name in ("head_dim", "v_head_dim"):
@@ -223,8 +228,10 @@ class PageFormat:
 
     def _layout(self, tier: int, tokens: int) -> TierLayout:
         scored, position_bytes = tier < self.scored, self.position_bytes
-        sizes = (self.head_dim, self.v_head_dim)
-        return TierLayout.build(self.tiers[tier], tokens, *sizes, scored=scored, position_bytes=position_bytes)
+        return TierLayout.build(
+            self.tiers[tier], tokens, self.head_dim, self.v_head_dim, scored=scored, position_bytes=position_bytes,
+            turned=self.turned,
+        )  # fmt: skip
 
     def _fit(self, tier: int, page_bytes: int) -> TierLayout:
         step = 2 if self.position_bytes == SHORT_POSITION_BYTES else 1

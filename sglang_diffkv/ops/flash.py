@@ -60,6 +60,7 @@ class FlashPrefill:
         self._counts: Sequence[int] = ()
         self._parts: dict[torch.Size, int] = {}
         self._eight_bits, self._converts = eight_bits, False
+        self.copy_bytes = int(eight_bits)
 
     @staticmethod
     def obstacle(
@@ -136,6 +137,8 @@ class FlashPrefill:
         for self._converts in (False, True):
             try:
                 out, lse = self.run(q, key, value, Scaling(head_dim**-0.5))
+            except torch.OutOfMemoryError:
+                raise
             except (RuntimeError, NotImplementedError) as error:
                 raise UnsupportedError(f"{NOT_IN_8_BITS}: {error}") from error
             assert lse is not None

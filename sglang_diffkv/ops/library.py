@@ -15,6 +15,9 @@ class PrefillLibrary(Protocol):
     lse_unit: float
     """The log-sum-exps that ``run`` gives are base 2 once they are multiplied by this."""
 
+    copy_bytes: int
+    """Of each number of keys and values that it may copy while it attends."""
+
     def serves(self, scaling: Scaling) -> bool:
         """Whether layers of this scaling can attend by it."""
 

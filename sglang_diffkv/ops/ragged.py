@@ -67,6 +67,7 @@ class RaggedPrefill:
     """
 
     lse_unit = 1.0
+    copy_bytes = 0
 
     def __init__(
         self,

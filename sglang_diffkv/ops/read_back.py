@@ -25,13 +25,14 @@ def heads_hold_all(policy: Policy, tiers: int) -> bool:
     return policy.running is None and not any(prunes(rule, tiers) for rule in rules)
 
 
-def whole_requests(state: PageState, step: Step) -> WholeRequests | None:
+def whole_requests(state: PageState, step: Step, library: PrefillLibrary) -> WholeRequests | None:
     """Places for all tokens of an extend step's requests; None where none has stored ones, or all are too many."""
     if not any(step.prefixes):
         return None
     lens = tuple(stored + new for stored, new in zip(step.prefixes, step.counts, strict=True))
     fmt = state.fmt
-    most = MOST_BYTES // (sum(lens) * (fmt.head_dim + fmt.v_head_dim) * state.dtype.itemsize)
+    token = (fmt.head_dim + fmt.v_head_dim) * (state.dtype.itemsize + library.copy_bytes)
+    most = MOST_BYTES // (sum(lens) * token)
     heads = max((n for n in range(1, state.num_heads + 1) if state.num_heads % n == 0 and n <= most), default=0)
     return WholeRequests(step.seq_lens.cumsum(0) - step.seq_lens, lens, heads) if heads else None
 

@@ -204,7 +204,7 @@ class TritonOps(Ops):
             step.num_valid.copy_((step.rows != 0).sum())
         elif self.ragged is not None:
             if not self.has_sinks and (step.as_computed or self._heads_hold_all):
-                step.whole = read_back.whole_requests(state, step)
+                step.whole = read_back.whole_requests(state, step, self.ragged)
             self.ragged.plan(step)
         reserve(state, step.rows, step.extend_lens, self._spans(step.rows.shape[0]), step.num_valid)
         if decode and state.slides and step.found is not None:  # nothing is searched in sliding layers

@@ -90,6 +90,7 @@ class Planned:
     """What the ops ask of a library, which computes nothing here."""
 
     lse_unit = math.log2(math.e)
+    copy_bytes = 0
 
     def __init__(self, scaling: Scaling):
         self.scale, self.logit_cap = scaling

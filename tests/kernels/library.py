@@ -20,6 +20,7 @@ class Library:
 
     def __init__(self, scaling: Scaling, *, natural: bool = True):
         self.scale, self.logit_cap = scaling
+        self.copy_bytes = 0
         self.lse_unit = 1 / math.log(2) if natural else 1.0
         self.asked: list[tuple[int, int]] = []
         self.heads: list[int] = []

@@ -22,6 +22,7 @@ from sglang_diffkv.kernels.quantize.reference import (
     pack,
     planes,
     quantize,
+    source_of,
     unpack,
 )
 from sglang_diffkv.layout.page_format import QUANTISED_BITS, RAW_BITS
@@ -204,6 +205,19 @@ def test_few_codes_gain_from_clipping(bits, most, most_new):
     assert error(RAW_BITS) < most * error(bits)
     assert error(NEW) <= most_new * error(bits)
     assert (NEW_CUT[bits] > 0) == (error(NEW) < error(bits))
+
+
+def test_only_what_is_rotated_chooses():
+    """Of keys that are not, one channel may be far from the others, and all tokens would lose of it alike."""
+    keys = torch.randn(400, 128, generator=torch.Generator().manual_seed(5))
+    keys[:, 7] += 20
+    channel = {}
+    for turned in (False, True):
+        source = source_of(4, 8, turned=turned)
+        stored = dequantize(*quantize(keys, 4, source), 4)
+        channel[turned] = float((stored - keys)[:, 7].mean().abs())
+    assert source_of(4, 8, turned=False) == NEW and source_of(4, 4, turned=False) == source_of(4, 4, turned=True) == 4
+    assert channel[False] < 0.05 < 0.2 < channel[True]
 
 
 def cut_error(x, bits, below, above):

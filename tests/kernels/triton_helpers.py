@@ -21,7 +21,7 @@ from sglang_diffkv.mem_pool.device import OpsOf  # noqa: E402
 from sglang_diffkv.mem_pool.page_manager import PageManager  # noqa: E402
 from sglang_diffkv.policies.base import Policy  # noqa: E402
 from sglang_diffkv.policies.diffkv import DiffKVPolicy  # noqa: E402
-from tests.helpers import begin_step  # noqa: E402
+from tests.helpers import TURNED, begin_step  # noqa: E402
 from tests.policies import diffkv_policy  # noqa: E402
 
 BF16 = torch.bfloat16
@@ -34,7 +34,7 @@ def make_format(
 ) -> PageFormat:  # fmt: skip
     """``make_format("K8V4 K4V2")``, for sequences as tests have them."""
     parsed = tuple(Tier.parse(name) for name in tiers.split())
-    return PageFormat(head_dim, v_head_dim or head_dim, parsed, page_tokens, scored, position_bytes)
+    return PageFormat(head_dim, v_head_dim or head_dim, parsed, page_tokens, scored, position_bytes, TURNED)
 
 
 def with_between(policy: DiffKVPolicy, tiers: int) -> DiffKVPolicy:

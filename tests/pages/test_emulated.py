@@ -50,7 +50,8 @@ def paged(policy: Policy, tiers: tuple[str, ...], rotation: Rotation, means: tor
     """What a request gets [N, Hq, D]: a prompt, another behind it where ``span`` has one, and a reply token by token.
     And the prompt's tiers by head, -1 for none, once it has ended."""
     query, key, value = given()
-    manager = make_manager(make_format(tiers, DIM, DIM), layers=1, heads=HEADS, policy=policy)
+    fmt = replace(make_format(tiers, DIM, DIM), turned=(rotation.keys, rotation.values))
+    manager = make_manager(fmt, layers=1, heads=HEADS, policy=policy)
     extend, decode = (x(manager.ops, rotation=rotation, key_means=means) for x in (ExtendWrapper, DecodeWrapper))
     ids = torch.tensor([ROW])
 

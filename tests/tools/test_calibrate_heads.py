@@ -72,7 +72,9 @@ def test_curves_are_those_of_attention_over_what_the_tiers_keep():
     shown = torch.ones(COUNT, COUNT).tril().bool()
     weights = (x.q @ x.k.repeat_interleave(GROUP, 0).mT * x.scale).masked_fill(~shown, -torch.inf).softmax(-1)
     weights = weights.unflatten(0, (HEADS, GROUP))
-    keys, values = curves._stored(x.k, PAIR, "k_bits"), curves._stored(x.v, PAIR, "v_bits")  # by tier: [H, N, D]
+    keys, values = (
+        curves._stored(tensor, PAIR, bits, turned=False) for tensor, bits in ((x.k, "k_bits"), (x.v, "v_bits"))
+    )  # by tier: [H, N, D]
     for head in range(HEADS):
         tier = []
         for j in range(COUNT):
@@ -98,7 +100,7 @@ def test_curves_are_those_of_attention_over_what_the_tiers_keep():
 
 @pytest.mark.parametrize("name", ["keys", "values", "both"])
 def test_rotation_leaves_attention_and_changes_only_errors(name, monkeypatch):
-    monkeypatch.setattr(curves, "_stored", lambda x, tiers, bits: [x.float(), x.float()])
+    monkeypatch.setattr(curves, "_stored", lambda x, tiers, bits, turned: [x.float(), x.float()])
     error, _ = measure(seen(), 60, Rule(PAIR, 1.0, 0.0, 8, rotate=name), FACTORS)
     assert float(error.max()) < 1e-9
 

@@ -25,7 +25,7 @@ import torch
 
 from sglang_diffkv.calibrate.heads.capture import LayerPass
 from sglang_diffkv.kernels.cuts import Cuts, prompt_tiers
-from sglang_diffkv.kernels.quantize.reference import NEW, dequantize, quantize
+from sglang_diffkv.kernels.quantize.reference import NEW, dequantize, quantize, source_of
 from sglang_diffkv.kernels.rotate.reference import Rotation, rotate
 from sglang_diffkv.layout.page_format import RAW_BITS, SCORE_BYTES, SHORT_POSITION_BYTES, Tier
 from sglang_diffkv.policies.base import Pointwise
@@ -72,8 +72,9 @@ def measure(seen: LayerPass, prompt: int, rule: Rule, factors: Sequence[float]) 
     grouped = q.float().unflatten(0, (heads, -1)) * seen.scale  # [H, G, N, D]
     score = significance(grouped, k.float(), rule.scored_at(count, prompt, k.device))
     tiers = torch.stack([rule.classify(score, prompt, factor) for factor in factors])  # [F, H, N]
-    stored_values = _stored(rotate(v)[0] if rotation.values else v, rule.tiers, "v_bits")
-    stored = _stored(k, rule.tiers, "k_bits"), rotate(*stored_values) if rotation.values else stored_values
+    stored_values = _stored(rotate(v)[0] if rotation.values else v, rule.tiers, "v_bits", turned=rotation.values)
+    stored_keys = _stored(k, rule.tiers, "k_bits", turned=rotation.keys)
+    stored = stored_keys, rotate(*stored_values) if rotation.values else stored_values
     gram = _gram(seen.out_weight, heads)
     energy = seen.stream.float().square().sum(1)  # [N]
     error = torch.zeros(heads, len(factors), dtype=torch.float64, device=k.device)
@@ -124,11 +125,13 @@ def _attend(logits: torch.Tensor, shown: torch.Tensor) -> torch.Tensor:
     return logits.masked_fill(~shown, float("-inf")).softmax(-1)
 
 
-def _stored(x: torch.Tensor, tiers: Sequence[Tier], bits: str) -> list[torch.Tensor]:
-    """``x`` [H, N, dim] as each tier gives it back, float32; the low tier is made of what the high one has."""
+def _stored(x: torch.Tensor, tiers: Sequence[Tier], bits: str, *, turned: bool) -> list[torch.Tensor]:
+    """``x`` [H, N, dim] as each tier gives it back, float32; the low tier is made of what the high one has. ``turned``:
+    whether it is rotated."""
     found, source = [x.float()], NEW
     for tier in tiers:
         width = getattr(tier, bits)
+        source = source if source == NEW else source_of(width, source, turned=turned)
         found.append(found[-1] if width == RAW_BITS else dequantize(*quantize(found[-1], width, source), width))
         source = width
     return found[1:]
