@@ -11,11 +11,12 @@ import torch
 from sglang_diffkv.attention.wrappers import ExtendWrapper
 from sglang_diffkv.kernels.rotate.fitted import NOT_FITTED, FittedTransform
 from sglang_diffkv.kernels.rotate.reference import NO_ROTATION, Rotation
+from sglang_diffkv.kernels.to_e4m3 import reference
 from sglang_diffkv.layout.state import PageState
 from sglang_diffkv.mem_pool.device import OpsOf
 from sglang_diffkv.mem_pool.integrity import check_integrity
 from sglang_diffkv.noise_shaping import NoiseShaping
-from sglang_diffkv.ops import ReferenceOps, Scaling, read_back
+from sglang_diffkv.ops import ReferenceOps, Scaling, flash, read_back
 from sglang_diffkv.ops.prompt_scores import StoredSums
 from sglang_diffkv.ops.read_back import heads_hold_all
 from sglang_diffkv.ops.triton import TritonOps
@@ -23,6 +24,7 @@ from sglang_diffkv.policies.base import Policy
 from sglang_diffkv.policies.budget import Budget
 from sglang_diffkv.policies.uniform import UniformPolicy
 from tests.kernels.library import Library
+from tests.kernels.test_scaling import attend_in_any
 from tests.kernels.triton_helpers import BF16, DEVICE, close, held_pages, make_format, make_manager
 from tests.policies import diffkv_policy, snapkv_policy
 
@@ -194,6 +196,37 @@ def test_heads_that_do_not_fit_together_attend_one_after_the_other(
     assert library.heads == [HEADS] * LAYERS + [1] * 2 * LAYERS * HEADS
     for got, known in zip(mine.outs + mine.scores, expected.outs + expected.scores, strict=True):
         assert close(got, known) < 2e-2
+
+
+@pytest.mark.parametrize("apart", [False, True], ids=["", "heads apart"])
+def test_in_8_bits_it_is_the_same_but_for_rounding(apart: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Stored tokens that were read back, new ones, and scores. Copies in 8 bits count as room."""
+    monkeypatch.setattr(flash, "LEAST_WORK", 0)
+    monkeypatch.setattr(flash, "LEAST_QUERIES", 0)
+    monkeypatch.setattr(flash, "attention_function", lambda: attend_in_any)
+    monkeypatch.setattr(flash, "to_e4m3", reference.to_e4m3)
+    asked = []
+
+    class Eight(flash.FlashPrefill):
+        def run(self, q: torch.Tensor, key: torch.Tensor, *rest: Any, **more: Any) -> Any:
+            asked.append((self._converts, key.shape[1]))
+            return super().run(q, key, *rest, **more)
+
+    if apart:
+        monkeypatch.setattr(read_back, "MOST_BYTES", 180 * 2 * DIM * 3)
+    made: list[TritonOps] = []
+
+    def make(state: PageState) -> TritonOps:
+        made.append(TritonOps(state, SCORED, HEADS * GROUP, 400, Eight(eight_bits=True)))
+        return made[0]
+
+    mine, expected = (run(ops, "K8V4 K4V2", SCORED, BOTH) for ops in (make, reference_of(SCORED)))
+    assert {converts for converts, _ in asked} == {True} and (1 in {heads for _, heads in asked}) == apart
+    for got, known in zip(mine.outs, expected.outs, strict=True):
+        assert 2e-2 < close(got, known) < 0.3, "the largest error, of normal numbers"
+    pairs = zip(mine.scores, expected.scores, strict=True)
+    same = [(got, known) for got, known in pairs if got.shape == known.shape]  # where as many tokens stayed high
+    assert same and all(close(got, known) < 0.3 for got, known in same)
 
 
 @pytest.mark.parametrize("why", ["too many", "dropped", "sinks", "sinks that nobody told of", "another scaling"])
