@@ -164,7 +164,7 @@ def name_of(rung: str, raised: Raised | None) -> str:
     if raised is None:
         return rung
     listed = f"layer {raised[0]}" if len(raised) == 1 else f"layers {', '.join(map(str, raised))}"
-    return f"{before(rung)}, {RUNGS[rung]['tiers'][-1]} in {listed}"
+    return f"{before(rung)}, but {RUNGS[rung]['tiers'][-1]} in {listed}"
 
 
 def before(rung: str) -> str:

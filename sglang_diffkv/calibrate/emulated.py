@@ -138,6 +138,20 @@ class Judge:
         """That have pages."""
         return int(self.model.config.get_text_config().num_hidden_layers)
 
+    @property
+    def kv_heads(self) -> int:
+        """Of each layer."""
+        config = self.model.config.get_text_config()
+        return int(getattr(config, "num_key_value_heads", None) or config.num_attention_heads)
+
+    def check(self, configs: Mapping[str, DiffKVConfig]) -> None:
+        """Raise ConfigError for one, by name, that is set for a model of another shape."""
+        for name, config in configs.items():
+            try:
+                config.check_heads(self.layers, self.kv_heads)
+            except ConfigError as error:
+                raise ConfigError(f"{name}: {error}") from None
+
     @torch.inference_mode()
     def _measured(self, ids: list[int]) -> tuple[torch.Tensor | None, NoiseShaping | None]:
         """Key means and noise shaping, as a server has them."""
@@ -179,6 +193,7 @@ def judge(args: argparse.Namespace) -> tuple[Losses, Choice | None]:
     configs = configurations(args.config)
     passages = windows(args, LEAST_TOKENS)[: args.n]
     judge = Judge(args.model, args.tokenizer, float32=args.float32)
+    judge.check(configs)
 
     def of_all(ways: Mapping[str, Stored]) -> Losses:
         found: dict[str, list[tuple[torch.Tensor, torch.Tensor]]] = {name: [] for name in ways}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 
 from sglang_diffkv.config import DiffKVConfig
 from sglang_diffkv.errors import ConfigError
@@ -48,19 +48,30 @@ def tier_shares(config: DiffKVConfig, high_share: float | None) -> tuple[tuple[f
     ``high_share``: of the first tier, instead of a measured one. Raises ConfigError for a method whose shares depend on
     more than thresholds.
     """
+    layers = shares_by_layer(config, high_share)
+    return tuple(sum(x) / len(x) for x in zip(*layers)), any(0 < x < 1 for layer in layers for x in layer)
+
+
+def shares_by_layer(config: DiffKVConfig, high_share: float | None) -> list[tuple[float, ...]]:
+    """As ``tier_shares``, of each layer; one for all where thresholds are. Pruned tokens count in the last tier."""
     tiers, policy = len(config.tiers), config.build_policy()
     if not policy.compresses or tiers == 1:
         if policy.compresses and not isinstance(policy, DiffKVPolicy):
             raise ConfigError(_unknown(config))
-        return (1.0, *(0.0,) * (tiers - 1)), False
+        return [(1.0, *(0.0,) * (tiers - 1))]
     if not isinstance(policy, DiffKVPolicy):
         raise ConfigError(_unknown(config))
-    layers = [x if isinstance(x, tuple) else (x,) for x in (policy.alpha_high, *policy.alpha_between)]
-    ends = [sum(map(reached, x)) / len(x) for x in layers]
-    if high_share is not None and policy.alpha_high < NEVER:
-        ends = [high_share, *(max(x, high_share) for x in ends[1:])]
-    shares = [b - a for a, b in zip([0.0, *ends], [*ends, 1.0])]
-    return tuple(shares), any(0 < x < 1 for x in shares)
+    high = reached(policy.alpha_high)
+    if high_share is not None and 0 < policy.alpha_high < NEVER:
+        high = high_share
+    found = []
+    for layer in range(policy.prompt.layers or 1):
+        used, ends = policy.used_tiers(tiers, layer), [high]
+        for tier, threshold in enumerate(policy.alpha_between, 1):
+            here = threshold[layer] if isinstance(threshold, tuple) else threshold
+            ends.append(max(reached(here), ends[-1]) if tier in used else ends[-1])
+        found.append(tuple(b - a for a, b in zip([0.0, *ends], [*ends, 1.0])))
+    return found
 
 
 def _unknown(config: DiffKVConfig) -> str:
@@ -76,7 +87,7 @@ class Holding:
     """What requests hold of a pool.
 
     Attributes:
-        capacity: tokens that the pool holds in its own unit, high-tier ones here. shares: as of ``tier_shares``.
+        capacity: tokens that the pool holds in its own unit, high-tier ones here. shares: as of ``shares_by_layer``.
         high_share: of the first tier, as given; None for measured ones.
     """
 
@@ -85,26 +96,22 @@ class Holding:
     high_share: float | None = field(default=None)
 
     @cached_property
-    def shares(self) -> tuple[float, ...]:
-        return tier_shares(self.plan.config, self.high_share)[0]
+    def shares(self) -> list[tuple[float, ...]]:
+        return shares_by_layer(self.plan.config, self.high_share)
 
-    @cached_property
-    def by_chance(self) -> bool:
-        """Whether scores decide which tokens of a head are in which tier, so that ends of pages fall anywhere."""
-        return any(0 < x < 1 for x in self.shares)
-
-    def _pages(self, tokens: float, tier: int, tail: float = 0.0) -> float:
-        """Pages of ``tokens`` of a tier in one head, with ``tail`` tokens that are surely there."""
+    def _pages(self, tokens: float, tier: int, tail: float = 0.0, *, by_chance: bool) -> float:
+        """Pages of ``tokens`` of a tier in one head, with ``tail`` tokens that are surely there. ``by_chance``: whether
+        scores decide which tokens of a head are in which tier, so that ends of pages fall anywhere."""
         of_page = self.plan.fmt.layouts[tier].tokens
         if tokens + tail <= 0:
             return 0.0
-        if not self.by_chance:
+        if not by_chance:
             return math.ceil((tokens + tail) / of_page)
         return (tokens + tail) / of_page + 0.5 if tokens > 0 else math.ceil(tail / of_page)
 
-    def _of_head(self, prompt: int, reply: int) -> float:
+    def _of_head(self, prompt: int, reply: int, shares: tuple[float, ...]) -> float:
         """Pages of one head that sees all, behind ``reply`` generated tokens: those of the frozen part of the prompt,
-        and the request's own."""
+        and the request's own. ``shares``: of its layer."""
         config, policy = self.plan.config, self.plan.config.build_policy()
         window, sinks = (policy.window, policy.sinks) if policy.compresses and len(config.tiers) > 1 else (0, 0)
         # The prompt's last token is computed again, so its page is the request's own.
@@ -114,21 +121,27 @@ class Holding:
         rest = max(own - newest, 0)
         first = min(sinks, frozen)
         own_first = min(sinks - first, rest)
-        pages = self._pages((frozen - first) * self.shares[0], 0, first)
-        pages += self._pages((rest - own_first) * self.shares[0], 0, newest + own_first)
-        for tier in range(1, len(self.shares)):
-            pages += self._pages((frozen - first) * self.shares[tier], tier)
-            pages += self._pages((rest - own_first) * self.shares[tier], tier)
+        pages_of = partial(self._pages, by_chance=any(0 < x < 1 for x in shares))
+        pages = pages_of((frozen - first) * shares[0], 0, first)
+        pages += pages_of((rest - own_first) * shares[0], 0, newest + own_first)
+        for tier in range(1, len(shares)):
+            pages += pages_of((frozen - first) * shares[tier], tier)
+            pages += pages_of((rest - own_first) * shares[tier], tier)
         return pages
 
     def tokens(self, prompt: int, reply: int) -> float:
         """High-tier tokens of capacity that a request of these lengths takes, averaged over layers."""
         of_page, spans = self.plan.fmt.high.tokens, self.plan.attention_spans
-        full = self._of_head(prompt, reply) * of_page
+        of_shares = {x: self._of_head(prompt, reply, x) * of_page for x in set(self.shares)}
+        full = [of_shares[x] for x in self.shares]
         if not any(spans):
-            return full
+            return sum(full) / len(full)
         length = prompt + reply
-        kept = [math.ceil(min(retained_tokens(x), length) / of_page + 0.5) * of_page if x else full for x in spans]
+        full = full if len(full) > 1 else full * len(spans)
+        kept = [
+            math.ceil(min(retained_tokens(span), length) / of_page + 0.5) * of_page if span else of_all
+            for span, of_all in zip(spans, full, strict=True)
+        ]
         return sum(kept) / len(kept)
 
     def bytes_of(self, prompt: int, reply: int) -> float:

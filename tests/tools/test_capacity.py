@@ -20,12 +20,12 @@ from benchmarks.paths import NANO, REPOSITORY
 from benchmarks.serving.geometries import PRESETS
 from sglang_diffkv.capacity import cli
 from sglang_diffkv.capacity.gpus import GPUS
-from sglang_diffkv.capacity.held import Holding, StockHolding, reached, running
+from sglang_diffkv.capacity.held import Holding, StockHolding, reached, running, tier_shares
 from sglang_diffkv.capacity.memory import budget_of, capacity_of, plan_of, static_fraction
 from sglang_diffkv.capacity.model import Model, read_model
 from sglang_diffkv.capacity.speed import Kind, speed_of
 from sglang_diffkv.capacity.trace import Request, Trace, found_tokens, hit_rates, read_trace
-from sglang_diffkv.config import load_config
+from sglang_diffkv.config import DiffKVConfig, load_config
 from sglang_diffkv.layout.spans import retained_tokens
 
 WINDOW_188 = (
@@ -360,6 +360,56 @@ def test_states_are_set_aside(write: Callable[..., Path], capsys: pytest.Capture
 def test_the_shares_of_thresholds() -> None:
     assert [reached(x) for x in (0.0, 1.0, 3.0, 5.0, 1e9)] == [1.0, 0.67, 0.38, 0.24, 0.0]
     assert 0.38 < reached(2.0) < 0.67 and reached(0.5) == 0.67
+
+
+def thresholds(*tiers: str, between: object = (), high: float = 20.0, **fields: Any) -> DiffKVConfig:
+    policy = {"name": "diffkv", "alpha_high": high, "alpha_between": between, "window": 64, **fields}
+    return load_config(json.dumps({"tiers": tiers, "rotate": "both", "policy": policy}))
+
+
+LISTS: dict[str, tuple[object, float, float | None, tuple[float, ...], bool]] = {
+    "measured": ([[20.0] * 11 + [0.0]], 20.0, None, (0.24, 0.76 / 12, 0.76 * 11 / 12), True),
+    "half is high": ([[20.0] * 11 + [0.0]], 20.0, 0.5, (0.5, 0.5 / 12, 0.5 * 11 / 12), True),
+    "hardly any is high": ([[20.0] * 11 + [0.0]], 20.0, 0.005, (0.005, 0.995 / 12, 0.995 * 11 / 12), True),
+    "none is high": ([[20.0] * 11 + [0.0]], 20.0, 0.0, (0.0, 1 / 12, 11 / 12), False),
+    "certain": ([[1e9, 0.0, 0.0]], 1e9, None, (0.0, 2 / 3, 1 / 3), False),
+    "certain, whatever is given": ([[1e9, 0.0, 0.0]], 1e9, 0.5, (0.0, 2 / 3, 1 / 3), False),
+    "all is high": ([[0.0, 0.0]], 0.0, 0.5, (1.0, 0.0, 0.0), False),
+    "both low tiers in a layer": ([[3.0, 1.0]], 3.0, None, (0.38, 0.29 / 2, 0.62 / 2 + 0.33 / 2), True),
+    "more high than would reach the second": ([[3.0, 1.0]], 3.0, 0.8, (0.8, 0.0, 0.2), True),
+    "one for all layers": ([20.0], 20.0, 0.005, (0.005, 0.0, 0.995), True),
+    "four tiers": ([[20.0, 0.0], [0.0, 0.0]], 20.0, 0.5, (0.5, 0.25, 0.25, 0.0), True),
+}
+"""``alpha_between``, ``alpha_high``, ``--high-share``; the shares, and whether they were measured."""
+
+
+@pytest.mark.parametrize(("between", "high", "given", "shares", "measured"), LISTS.values(), ids=LISTS.keys())
+def test_the_shares_of_thresholds_by_layer(
+    between: object, high: float, given: float | None, shares: tuple[float, ...], measured: bool
+) -> None:
+    tiers = ("K8V6", "K6V4", "K5V4", "K4V2")[: len(shares)]
+    found, by_chance = tier_shares(thresholds(*tiers, between=between, high=high), given)
+    assert found == pytest.approx(shares) and by_chance == measured
+
+
+@pytest.mark.parametrize("given", [None, 0.0, 0.005, 0.05, 0.5, 1.0])
+@pytest.mark.parametrize(("prompt", "reply"), [(512, 128), (1024, 256), (4096, 512)])
+def test_layers_hold_what_they_would_hold_of_two_tiers(
+    prompt: int, reply: int, given: float | None, llama: Model
+) -> None:
+    """A layer that uses one low tier holds what it would without the other, also beside layers with a window."""
+    lower, upper = thresholds("K8V6", "K5V4"), thresholds("K8V6", "K6V4")
+    mixed = thresholds("K8V6", "K6V4", "K5V4", between=[[20.0] * 24 + [0.0] * 8])
+
+    def held(config: DiffKVConfig, spans: tuple[int, ...]) -> float:
+        plan = replace(plan_of(llama, config, 1), attention_spans=spans)
+        return Holding(plan, 10**6, given).tokens(prompt, reply)
+
+    low, high = held(lower, ()), held(upper, ())
+    assert held(mixed, ()) == held(mixed, (0,) * 32) == pytest.approx((3 * low + high) / 4)
+    slides = held(lower, (256,) * 32)
+    assert held(mixed, (0,) * 16 + (256,) * 16) == pytest.approx((low + slides) / 2)
+    assert held(mixed, (256,) * 16 + (0,) * 16) == pytest.approx((2 * slides + low + high) / 4)
 
 
 @pytest.mark.parametrize(("text", "bytes_a_token"), [(WINDOW_188, 30704), ('{"page_tokens": 16}', 32554)])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from itertools import pairwise
 from pathlib import Path
@@ -14,6 +15,7 @@ import torch
 from benchmarks.paths import NANO
 from sglang_diffkv import ladder
 from sglang_diffkv.attention.emulated import AS_COMPUTED, Fp8, Stored
+from sglang_diffkv.calibrate import emulated
 from sglang_diffkv.calibrate.emulated import taken
 from sglang_diffkv.calibration import resolution
 from sglang_diffkv.capacity.settings import settings_of
@@ -329,7 +331,7 @@ def test_pairs_of_rungs_whose_layers_may_differ() -> None:
         assert low.tiers[0] == high.tiers[0] and low.policy == high.policy
         assert Tier.parse(coarse(DiffKVConfig(), upper).tiers[1]).k_bits < Tier.parse(low.tiers[1]).k_bits
     assert [x.tiers for x in mixed_rungs(DiffKVConfig())] == [("K8V6", "K6V4", "K5V4")]
-    assert name_of(UPPER, (2, 6)) == "K8V6 and K5V4, K6V4 in layers 2, 6"
+    assert name_of(UPPER, (2, 6)) == "K8V6 and K5V4, but K6V4 in layers 2, 6"
 
 
 def test_ranks_take_the_layers_of_the_first() -> None:
@@ -400,9 +402,28 @@ def test_the_tool_says_what_a_server_would_take() -> None:
     assert choice.name in every and list(every)[:9] == ["fp8_e4m3", *names] and not any("alone" in x for x in every)
 
 
-def test_a_kept_choice_of_layers(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    import json
+@pytest.mark.parametrize("layers", [5, 7])
+def test_the_tool_refuses_thresholds_of_another_model(
+    layers: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(emulated, "READ", 64)
+    text = tmp_path / "text.txt"
+    text.write_text(ladder.text_of(ladder.JUDGING), encoding="utf-8")
+    between = [20.0] + [0.0] * (layers - 1)
+    policy = {"name": "diffkv", "alpha_high": 20.0, "alpha_between": [between]}
+    config = json.dumps({"tiers": ["K8V6", "K6V4", "K5V4"], "policy": policy})
+    args = ["--model", str(NANO), "--text", str(text), "--n", "1", "--config", "safe", "--config", f"mine={config}"]
+    assert emulated.main(args) == 1
+    found = capsys.readouterr()
+    assert f"mine: policy.alpha_between is of {layers} layers, the model has 6" in found.err and not found.out
+    assert "passage" not in found.err, "nothing is judged before"
 
+
+NO_LOSSES = (float("nan"), "nan", float("inf"), "inf", -1e-9, -1, 1e300, 10**400, None, "")
+"""That no start writes."""
+
+
+def test_a_kept_choice_of_layers(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     file = tmp_path / "choice.json"
     for needed in ({2, 6}, set(range(12))):
         choice, _ = chosen(needed)
@@ -423,21 +444,40 @@ def test_a_kept_choice_of_layers(tmp_path: Path, caplog: pytest.LogCaptureFixtur
     assert "K3V2 in layer 2 alone" in own_choice._reported(choice)
 
 
+@pytest.mark.parametrize("layers", [12, None])
+def test_a_kept_choice_with_damaged_layers(
+    layers: int | None, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It is made again, and ends no start: other ranks wait for what the first one has."""
+    file, kept = tmp_path / "choice.json", own_choice.plain(chosen({2, 6})[0])
+    found, alone, tried = kept["by_layer"], kept["by_layer"]["alone"], kept["by_layer"]["judged"]
+    for damaged in (
+        {**found, "alone": [*alone, [[], [0.1, 0.1]]]}, {**found, "alone": [[[], [0, 0]]]},
+        {**found, "judged": [*tried, [[], [0, 0]]]}, {**found, "alone": [*alone, alone[0]]},
+        {**found, "alone": [[[0, *group], loss] for group, loss in alone]}, {**found, "judged": [*tried, tried[-1]]},
+        {**found, "alone": [[[-1], alone[0][1]], *alone[1:]]}, {**found, "alone": [[[1e300], alone[0][1]]]},
+        *({**found, "alone": [[[0], [bad, 0.0]], *alone[1:]]} for bad in NO_LOSSES),
+        *({**found, "judged": [[raised, [*loss[:3], bad]] for raised, loss in tried]} for bad in NO_LOSSES),
+    ):  # fmt: skip
+        caplog.clear()
+        file.write_text(json.dumps({**kept, "by_layer": damaged}), encoding="utf-8")
+        assert own_choice.kept(file, layers) is None and "is made again" in caplog.text
+
+
 def test_a_kept_choice_follows_from_its_numbers(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     names, file = list(RUNGS), tmp_path / "choice.json"
     choice = climb(names, FP8, lambda name: LESS if name in names[2:] else MORE)
     kept = own_choice.plain(choice)
 
     def read(data: Any) -> Choice | None:
-        import json
-
         file.write_text(json.dumps(data), encoding="utf-8")
         return own_choice.kept(file)
 
     assert own_choice.kept(file) is None and read(kept) == choice
     for damaged in (
         {**kept, "rung": names[0]}, {**kept, "fp8": [1, 1]}, {**kept, "judged": {}}, {**kept, "fp8": "no"}, [], {},
-        {**kept, "judged": {names[0]: [float("nan"), 0]}},
+        *({**kept, "judged": {name: [bad, *loss[1:]] for name, loss in kept["judged"].items()}} for bad in NO_LOSSES),
+        *({**kept, "fp8": [*kept["fp8"][:3], bad]} for bad in NO_LOSSES),
     ):  # fmt: skip
         caplog.clear()
         assert read(damaged) is None and "is made again" in caplog.text

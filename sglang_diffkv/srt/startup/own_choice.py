@@ -404,6 +404,23 @@ def plain(choice: Choice) -> dict[str, Any]:
     return found
 
 
+def _loss_of(numbers: Any) -> Loss:
+    """As ``plain`` has it. Raises ValueError for numbers that no start writes."""
+    found = Loss(*map(float, numbers))
+    if not all(0 <= x <= MOST_LOSS for x in astuple(found)):
+        raise ValueError(f"it has losses that are not from 0 to {MOST_LOSS:g} nats")
+    return found
+
+
+def _losses_of_layers(pairs: Any) -> dict[Raised, Loss]:
+    """As ``plain`` has them. Raises ValueError where no layers are named, or the same ones twice."""
+    found = [(tuple(map(int, layers)), _loss_of(numbers)) for layers, numbers in pairs]
+    losses = dict(found)
+    if () in losses or len(losses) < len(found):
+        raise ValueError("it has a loss of no layers, or two of the same ones")
+    return losses
+
+
 def kept(file: Path, layers: int | None = None) -> Choice | None:
     """What an earlier start chose; None if none did, or the file is damaged or does not follow from its own numbers.
 
@@ -414,19 +431,18 @@ def kept(file: Path, layers: int | None = None) -> Choice | None:
         return None
     try:
         found = read_json(file, MOST_BYTES)
-        judged = {str(name): Loss(*map(float, x)) for name, x in found["judged"].items()}
-        choice = climb(list(RUNGS), Loss(*map(float, found["fp8"])), judged.__getitem__)
+        judged = {str(name): _loss_of(x) for name, x in found["judged"].items()}
+        choice = climb(list(RUNGS), _loss_of(found["fp8"]), judged.__getitem__)
         if (by_layer := found.get("by_layer")) is not None:
-            alone, tried = (
-                {tuple(map(int, x)): Loss(*map(float, y)) for x, y in by_layer[z]} for z in ("alone", "judged")
-            )
+            alone, tried = (_losses_of_layers(by_layer[x]) for x in ("alone", "judged"))
             if [x for group in alone for x in group] != list(range(sum(map(len, alone)) if layers is None else layers)):
                 raise ValueError("its layers are not the model's")
             choice = raise_layers(choice, list(alone), alone.__getitem__, tried.__getitem__)
         raised = None if by_layer is None or by_layer["raised"] is None else tuple(by_layer["raised"])
         if choice.rung != found["rung"] or choice.raised != raised:
             raise ValueError("it names another choice than its numbers do")
-    except (ConfigError, KeyError, TypeError, ValueError, AttributeError) as error:
+    except (ConfigError, KeyError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
+        # No other rank is told of an error here: they wait for what this one has.
         logger.warning("DiffKV: the choice in %s is made again: %s", named(file), error)
         return None
     return choice
