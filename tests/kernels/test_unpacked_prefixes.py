@@ -224,9 +224,9 @@ def test_in_8_bits_it_is_the_same_but_for_rounding(apart: bool, monkeypatch: pyt
     assert {converts for converts, _ in asked} == {True} and (1 in {heads for _, heads in asked}) == apart
     for got, known in zip(mine.outs, expected.outs, strict=True):
         assert 2e-2 < close(got, known) < 0.3, "the largest error, of normal numbers"
-    pairs = zip(mine.scores, expected.scores, strict=True)
-    same = [(got, known) for got, known in pairs if got.shape == known.shape]  # where as many tokens stayed high
-    assert same and all(close(got, known) < 0.3 for got, known in same)
+    for got, known in zip(mine.scores, expected.scores, strict=True):  # a few tokens are placed otherwise
+        assert abs(len(got) - len(known)) <= 0.1 * len(known) + 1
+        assert abs(float(got.sum() / known.sum()) - 1) < 0.1
 
 
 @pytest.mark.parametrize("why", ["too many", "dropped", "sinks", "sinks that nobody told of", "another scaling"])
