@@ -24,7 +24,7 @@ class OtherRankError(RuntimeError):
     """Something was done here, and could not be on another rank."""
 
     def __init__(self) -> None:
-        super().__init__("another rank cannot, and its log says why")
+        super().__init__("it failed on another tensor-parallel rank; that rank's log has the reason")
 
 
 class Ranks:

@@ -105,7 +105,7 @@ def test_a_row_that_is_damaged_on_one_rank_is_refused_on_both(rank: int) -> None
     two.look()
     found = two.arrived()
     assert isinstance(found[rank], ObjectRefused) and isinstance(found[1 - rank], OtherRankError)
-    assert "another rank cannot, and its log says why" in str(found[1 - rank])
+    assert "it failed on another tensor-parallel rank; that rank's log has the reason" in str(found[1 - rank])
     two.target.each(lambda x: ways(x).give_up(two.wanted[rank_of(x)]))
     assert len({*digests(two.target)}) == 1
 

@@ -4,6 +4,7 @@ does not come."""
 from __future__ import annotations
 
 import json
+import threading
 from array import array
 from contextlib import nullcontext
 from dataclasses import replace
@@ -884,10 +885,15 @@ def queue_of(world: World, *entries: Any, **more: Any) -> Any:
 
 
 @pytest.mark.parametrize("how", ["cannot", "has ended"])
-def test_a_request_that_cannot_begin_on_one_rank_begins_on_none(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One has no memory, or SGLang has found the first token to be another request's. Nobody waits for anybody."""
+def test_a_request_that_cannot_begin_on_one_rank_begins_on_none(
+    how: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """One has no memory, or SGLang has found the first token to be another request's. Nobody waits for anybody, also
+    when both are idle again: one has made a row, and the other has nothing of its own to count."""
     ended: list[tuple[int, str]] = []
     pair = Pair(decoding)
+    pair.exchange.barrier = threading.Barrier(2, timeout=10)
+    pair.each(lambda world: world.requests.ranks_meet())
     monkeypatch.setattr(disaggregation, "prepare_abort", lambda req, message: ended.append((req.rank, message)))
 
     def commits(world: World) -> bool:
@@ -897,7 +903,9 @@ def test_a_request_that_cannot_begin_on_one_rank_begins_on_none(how: str, monkey
         if rank and how == "cannot":
             world.manager.transfer.restore_nothing = fails  # type: ignore
         decode_side.commit_transfer_to_req(lambda self, entry: None, queue_of(world), SimpleNamespace(req=req))
-        return 1 in world.manager.rows
+        began = 1 in world.manager.rows
+        world.requests.leave(req, 1, counted=False)
+        return began
 
     def fails(*_: object) -> None:
         raise torch.OutOfMemoryError("none")
@@ -905,7 +913,14 @@ def test_a_request_that_cannot_begin_on_one_rank_begins_on_none(how: str, monkey
     assert pair.each(commits) == [True, False]
     other = [(1, "DiffKV: the request cannot begin: none")] if how == "cannot" else []
     assert sorted(ended)[1:] == other
-    assert sorted(ended)[0][1].endswith("the request cannot begin: another rank cannot, and its log says why")
+    reason = "the request cannot begin: it failed on another tensor-parallel rank; that rank's log has the reason"
+    assert sorted(ended)[0][1].endswith(reason)
+    traces = [bool(record.exc_info) for record in caplog.records if "cannot begin" in record.message]
+    assert sorted(traces) == ([False, True] if how == "cannot" else [False]), "a rank that did nothing wrong traces it"
+    pair.each(lambda world: world.requests.ranks_meet())
+    for world in pair.members:
+        assert not world.manager.rows and world.manager.counts._settled == world.manager.counts.tick
+        check(world.manager)
 
 
 class Receiver(SimpleNamespace):

@@ -14,6 +14,7 @@ from __future__ import annotations
 import logging
 from typing import Any
 
+from sglang_diffkv.layout.ranks import OtherRankError
 from sglang_diffkv.srt.scheduling.allocator import requests_of
 from sglang_diffkv.srt.scheduling.errors import FATAL
 from sglang_diffkv.srt.scheduling.receiving import NEVER, Receiving
@@ -156,7 +157,8 @@ def commit_transfer_to_req(original: Any, self: Any, decode_req: Any) -> None:
     except Exception as error:
         if req.finished():
             return
-        logger.exception("DiffKV: request %s cannot begin", req.rid)
+        trace = not isinstance(error, OtherRankError)
+        logger.error("DiffKV: request %s cannot begin: %s", req.rid, error, exc_info=trace)
         disaggregation.prepare_abort(req, f"DiffKV: the request cannot begin: {error}")
 
 

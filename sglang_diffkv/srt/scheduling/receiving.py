@@ -10,6 +10,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+from sglang_diffkv.layout.ranks import OtherRankError
 from sglang_diffkv.mem_pool.ledger import PageLedger
 from sglang_diffkv.mem_pool.row_transfer import KeptRow, NoRoom, RowImport, RowTransfer, most_row_pages
 from sglang_diffkv.srt.scheduling.errors import FATAL
@@ -118,8 +119,11 @@ class Receiving:
         """The request's row is made of what has come. Raises what is wrong with it, on any rank; the row must be
         released then. One that SGLang has ended here ends on all ranks."""
         ranks = self.manager.ranks
-        if not ranks.alone or not req.finished():
-            ranks.together(lambda: self._begin(req))
+        if ranks.alone and req.finished():
+            return
+        if not ranks.alone:
+            self.manager.counts.record(0)  # all settle their counts after this, also a rank that makes no row
+        ranks.together(lambda: self._begin(req))
 
     def _begin(self, req: Any) -> None:
         if req.finished():
@@ -164,7 +168,7 @@ class Receiving:
         except FATAL:
             raise
         except Exception as error:
-            trace = not isinstance(error, NoRoom)
+            trace = not isinstance(error, NoRoom | OtherRankError)
             logger.warning("DiffKV: retracted request %s cannot come back: %s", req.rid, error, exc_info=trace)
             if row in self.manager.rows:
                 self.manager.release(row)
