@@ -300,7 +300,7 @@ _23 = replace(
     _22,
     version="0.5.23",
     on_gpu=_HOPPER,
-    targets={**_DISAGGREGATION, "resolve_deferred_releases": None},  # its ranks agree by themselves
+    targets={k: v for k, v in _DISAGGREGATION.items() if k != "resolve_deferred_releases"},  # its ranks agree alone
     seen_on_gpu=frozenset(
         {
             "drafts",
