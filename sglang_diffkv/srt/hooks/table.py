@@ -332,7 +332,7 @@ def get_next_batch_to_run(original: Any, self: Any, *args: Any, **kwargs: Any) -
     requests.scheduling_begins(self.waiting_queue)
     plan = original(self, *args, **kwargs)
     tell_refused(self, requests)
-    if plan.batch_to_run is None:
+    if not manager.ranks.alone and plan.batch_to_run is None:
         requests.ranks_meet()  # SGLang adds up the pages next, of paths that were just joined too
     return plan
 
