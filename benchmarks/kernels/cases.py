@@ -36,7 +36,10 @@ class Case:
     def fmt(self) -> PageFormat:
         tiers = tuple(Tier.parse(t) for t in self.tiers.split())
         position_bytes = position_bytes_for(max(self.length, self.longest))
-        return PageFormat(self.head_dim, self.head_dim, tiers, scored=self.scored, position_bytes=position_bytes)
+        turned = (True, True)  # as servers do by default
+        return PageFormat(
+            self.head_dim, self.head_dim, tiers, scored=self.scored, position_bytes=position_bytes, turned=turned
+        )  # fmt: skip
 
     @property
     def tokens(self) -> tuple[int, ...]:

@@ -118,7 +118,9 @@ def start(
     if method:
         policy = config.build_policy()
     scored, position_bytes = policy.scored_tiers(len(parsed)), position_bytes_for(longest)
-    fmt = PageFormat(head_dim, head_dim, parsed, scored=scored, position_bytes=position_bytes)
+    fmt = PageFormat(
+        head_dim, head_dim, parsed, scored=scored, position_bytes=position_bytes, turned=config.turned
+    )  # fmt: skip
     compresses = policy.compresses or any(attention_spans)
     geometry = Geometry(
         fmt, 2, heads, 400, num_rows=8, num_segments=8, max_tokens=4096, attention_spans=attention_spans

@@ -131,8 +131,8 @@ def _stored(x: torch.Tensor, tiers: Sequence[Tier], bits: str, *, turned: bool) 
     found, source = [x.float()], NEW
     for tier in tiers:
         width = getattr(tier, bits)
-        source = source if source == NEW else source_of(width, source, turned=turned)
-        found.append(found[-1] if width == RAW_BITS else dequantize(*quantize(found[-1], width, source), width))
+        before = source_of(width, source, turned=turned)
+        found.append(found[-1] if width == RAW_BITS else dequantize(*quantize(found[-1], width, before), width))
         source = width
     return found[1:]
 
