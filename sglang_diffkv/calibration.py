@@ -273,10 +273,13 @@ class CalibratedEntry(_Strict):
         """If it is left out, the server's default for these tiers."""
         if not isinstance(given, dict) or "rotate" in given:
             return given
-        try:
-            return {**given, "rotate": usual_rotation(given["tiers"])}
-        except (KeyError, TypeError, ValueError):
+        tiers = given.get("tiers")
+        if not isinstance(tiers, list | tuple) or not all(isinstance(name, str) for name in tiers):
             return given  # its tiers are refused
+        try:
+            return {**given, "rotate": usual_rotation(tiers)}
+        except ValueError:
+            return given  # as above
 
     def config(self) -> DiffKVConfig:
         """The configuration that this entry is."""

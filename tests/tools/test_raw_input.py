@@ -13,7 +13,7 @@ from typing import Any, get_args
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
@@ -445,6 +445,7 @@ def test_any_configuration_is_used_or_refused(data: Any) -> None:
 
 
 @fuzz
+@example(data={"entries": [{"tiers": [None]}]}, text=None)
 @given(data=CALIBRATIONS | VALUES, text=st.sampled_from([None, '{"thresholds": "calibrated"}', "named"]))
 def test_any_calibration_is_used_or_refused(data: Any, text: str | None, tmp_path: Path) -> None:
     own = model(tmp_path / "mine", content=json.dumps(data).encode())
