@@ -21,7 +21,7 @@ import torch
 from sglang_diffkv.config import DiffKVConfig
 from sglang_diffkv.key_means import AUTO
 
-FORMAT = 5
+FORMAT = 6
 """Raised where a choice of an older package is not to be used."""
 JUDGING = "judging.txt"
 """The text on which rungs are judged: one long account whose names and numbers return. Of a text in parts that know
@@ -74,7 +74,7 @@ DECIDED = frozenset().union(*RUNGS.values())
 
 @dataclass(frozen=True)
 class Loss:
-    """Mean KL divergence from the model without a compressed cache, in nats a token.
+    """Mean KL divergence from the model without a compressed cache, in nats a token, less what rounding alone makes.
 
     Attributes:
         prompt: of a new prompt behind a cached one. reply: of the reply.
@@ -87,13 +87,21 @@ class Loss:
     reply_error: float = 0.0
 
     @classmethod
-    def of(cls, lost: torch.Tensor, fp8: torch.Tensor, prompt: int) -> Loss:
-        """From divergences [M] of positions, of which the first ``prompt`` are of the prompt; ``fp8``: the same of FP8.
-        Neither part has fewer than two."""
+    def of(
+        cls, lost: torch.Tensor, fp8: torch.Tensor, prompt: int, rounding: torch.Tensor | float = 0.0
+    ) -> Loss:
+        """From divergences [M] of positions, of which the first ``prompt`` are of the prompt. Neither part has fewer
+        than two.
+
+        Args:
+            fp8: the same of FP8. rounding: of ``RoundedAgain``, which is taken off.
+        """
         means, errors = [], []
-        for mine, other in ((lost[:prompt], fp8[:prompt]), (lost[prompt:], fp8[prompt:])):
-            error = float((mine - other).std()) / len(mine) ** 0.5
-            means.append(float(mine.mean()))
+        more = lost - rounding
+        for part in (slice(None, prompt), slice(prompt, None)):
+            mine = lost[part]
+            error = float((mine - fp8[part]).std()) / len(mine) ** 0.5
+            means.append(max(float(more[part].mean()), 0.0))
             errors.append(error if isfinite(error) else inf)
         return cls(*means, *errors)
 
@@ -130,12 +138,13 @@ class ByLayer:
 @dataclass(frozen=True)
 class Choice:
     """The rung that is taken, what FP8 loses, and the losses of the rungs that were judged, in their order.
-    ``by_layer``: where layers were told apart."""
+    ``by_layer``: where layers were told apart. ``rounding``: what was taken off all losses."""
 
     rung: str
     fp8: Loss
     judged: Mapping[str, Loss]
     by_layer: ByLayer | None = None
+    rounding: Loss | None = None
 
     @property
     def raised(self) -> Raised | None:

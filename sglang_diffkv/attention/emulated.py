@@ -33,6 +33,8 @@ QUERIES = 256
 ROWS = 32
 """Distributions that are compared at once: vocabularies are large."""
 LEAST_WEIGHT, LARGEST_WEIGHT = 1e-30, 256.0
+OTHER_SCALE = 0.75
+"""Between powers of two: numbers that are rounded to a dtype have other roundings at this scale."""
 LARGEST_E4M3 = 448.0
 """Larger numbers become this one. Stock SGLang's cast makes them NaN, so its loss is not above what is found here."""
 
@@ -203,6 +205,19 @@ class Fp8(Stored):
     def _forms(self, x: torch.Tensor, bits: list[int], **form: Any) -> Forms:
         stored = _as_e4m3(x)
         return Forms(x.float(), stored, stored)
+
+
+class RoundedAgain(Stored):
+    """Nothing is stored in fewer bits, but keys and values are rounded to the model's dtype once more. In bfloat16 any
+    change, however small, makes all that follows round otherwise. So this is what every way to store loses beside what
+    it loses itself."""
+
+    def __init__(self) -> None:
+        super().__init__((Tier(RAW_BITS, RAW_BITS),))
+
+    def _forms(self, x: torch.Tensor, bits: list[int], **form: Any) -> Forms:
+        again = (x.float() * OTHER_SCALE).to(x.dtype).float() / OTHER_SCALE
+        return Forms(again, again, again)
 
 
 def _weights_in_8_bits(weights: torch.Tensor) -> torch.Tensor:

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from sglang_diffkv.arguments import output_file
-from sglang_diffkv.attention.emulated import AS_COMPUTED, Fp8, Span, Stored, attend, divergence, stored_of
+from sglang_diffkv.attention.emulated import AS_COMPUTED, Fp8, RoundedAgain, Span, Stored, attend, divergence, stored_of
 from sglang_diffkv.attention.whole import Sight, causal, error_weights
 from sglang_diffkv.calibrate.reading import add_arguments, load, windows
 from sglang_diffkv.config import DiffKVConfig, load_config
@@ -56,6 +56,7 @@ from sglang_diffkv.noise_shaping import Moments, NoiseShaping, output_products
 READING, READ = "reading.txt", 4096
 """The text of the key means, and tokens of it that are read at most: as a server does."""
 FP8, FP8_FLASH = "fp8_e4m3", "fp8_e4m3 by FlashAttention-3"
+ROUNDING = "rounded again"
 IN_8_BITS = "fa3_fp8"
 """``prefill`` of configurations whose prompts attend in 8 bits. They are judged so however short a prompt is."""
 
@@ -204,7 +205,7 @@ def judge(args: argparse.Namespace) -> tuple[Losses, Choice | None]:
                 found[name].append((lost[:count], lost[count:]))
         return found
 
-    ways: dict[str, Stored] = {FP8: Fp8()}
+    ways: dict[str, Stored] = {FP8: Fp8(), ROUNDING: RoundedAgain()}
     if any(config.prefill == IN_8_BITS for config in configs.values()):
         ways[FP8_FLASH] = Fp8(prompts_in_8_bits=True)
     for name, config in configs.items():
@@ -223,7 +224,7 @@ def taken(found: Losses, judge: Judge, of_all: Judged) -> tuple[Losses, Choice]:
 
     def loss(name: str) -> Loss:
         lost = joined(name)
-        return Loss.of(torch.cat(lost), torch.cat(joined(FP8)), len(lost[0]))
+        return Loss.of(torch.cat(lost), torch.cat(joined(FP8)), len(lost[0]), torch.cat(joined(ROUNDING)))
 
     def of(name: str, stored: Stored) -> Loss:
         every.update(of_all({name: stored}))

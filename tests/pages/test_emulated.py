@@ -11,6 +11,7 @@ import torch
 from sglang_diffkv.attention.emulated import (
     AS_COMPUTED,
     Fp8,
+    RoundedAgain,
     Span,
     Stored,
     attend,
@@ -158,6 +159,17 @@ def test_fp8_rounds_what_is_read_of_a_cache() -> None:
     torch.testing.assert_close(found[-1], expected, rtol=2**-7, atol=0.0)
     assert (found[-1] - expected).abs().max() < 0.5 * (found[-1] - closer).abs().max(), "weights are rounded too"
     assert not Fp8().weights(torch.zeros(2, 3)).any(), "a row that sees nothing stored"
+
+
+def test_keys_and_values_are_rounded_once_more() -> None:
+    """Each number changes by half a unit of its last place at most, and many do change."""
+    key = given()[1].transpose(0, 1)
+    found = RoundedAgain().keys(key, 0)
+    assert torch.equal(found.computed, found.high) and torch.equal(found.computed, found.low)
+    change = (found.computed - key.float()).abs()
+    assert (change <= key.float().abs() * 2.0**-8).all() and 0.2 < (change > 0).float().mean()
+    assert torch.equal(RoundedAgain().keys(key.float(), 0).computed.to(key.dtype), key), "float32 loses next to nothing"
+    assert not torch.equal(emulated(RoundedAgain()), emulated(AS_COMPUTED))
 
 
 @pytest.mark.parametrize("stored", [AS_COMPUTED, Stored(parsed(("K8V8",))), Fp8()])

@@ -13,13 +13,14 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from benchmarks.paths import NANO
-from sglang_diffkv.attention.emulated import Fp8, Stored, stored_of
+from sglang_diffkv.attention.emulated import Fp8, RoundedAgain, Stored, stored_of
 from sglang_diffkv.calibrate.emulated import FP8, Judge
 from sglang_diffkv.config import CACHE_ENV, DiffKVConfig, load_config
 from sglang_diffkv.evaluate import client
 from sglang_diffkv.evaluate.prompts import load_tokenizer
 from sglang_diffkv.evaluate.server import Server
 from sglang_diffkv.ladder import JUDGING, LEAST_TOKENS, RUNGS, Loss, climb, rungs, scored_positions, text_of
+from sglang_diffkv.srt.startup.own_choice import ROUNDING
 from tests.servers.shared import START_TIMEOUT, STRICT, check_idle, stats_of, tokens
 from tests.tools.test_doctor import _run as run_doctor
 
@@ -40,8 +41,9 @@ def judged(model: Path, names: Sequence[str] = tuple(RUNGS)) -> dict[str, Loss]:
     ids = load_tokenizer(str(model))(text_of(JUDGING))["input_ids"][:LEAST_TOKENS]
     configs = {name: config for name, config in rungs(DiffKVConfig()).items() if name in names}
     ways: dict[str, Stored] = {FP8: Fp8(), **{name: stored_of(x, judge.means) for name, x in configs.items()}}
-    found = judge.losses(ids, ways)
-    return {name: Loss.of(x, found[FP8], len(scored_positions(len(ids))[0])) for name, x in found.items()}
+    found = judge.losses(ids, {**ways, ROUNDING: RoundedAgain()})
+    prompt, off = len(scored_positions(len(ids))[0]), found.pop(ROUNDING)
+    return {name: Loss.of(x, found[FP8], prompt, off) for name, x in found.items()}
 
 
 def spoil(model: Path) -> None:
@@ -79,6 +81,7 @@ def test_a_server_that_is_told_nothing_chooses_for_its_model(tmp_path: Path, mon
     choice, configuration = stats["choice"], stats["configuration"]
     rung, losses = choice["chosen"], judged(NANO, list(choice["millinats"]))
     assert choice["tokens"] == LEAST_TOKENS
+    assert 0 < choice["millinats"].pop(ROUNDING)["prompt"] < choice["millinats"][FP8]["prompt"]
     for name, found in choice["millinats"].items():  # a token that was a toss-up may weigh much, by the CPU's bf16
         expected = losses[name].report()
         assert found["prompt"] == pytest.approx(expected["prompt"], rel=0.5), name

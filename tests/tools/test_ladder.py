@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,7 +15,7 @@ import torch
 
 from benchmarks.paths import NANO
 from sglang_diffkv import ladder
-from sglang_diffkv.attention.emulated import AS_COMPUTED, Fp8, Stored
+from sglang_diffkv.attention.emulated import AS_COMPUTED, Fp8, RoundedAgain, Stored
 from sglang_diffkv.calibrate import emulated
 from sglang_diffkv.calibrate.emulated import taken
 from sglang_diffkv.calibration import resolution
@@ -79,6 +80,9 @@ def test_a_loss_of_divergences() -> None:
     assert (found.prompt, found.reply, found.reply_error) == (2.5, pytest.approx(19 / 3), 0.0)
     assert found.prompt_error == pytest.approx(1.0)
     assert not Loss.of(fp8 * float("inf"), fp8, 2).within(Loss(9.0, 9.0))
+    rounding = torch.tensor([1.0, 1.5, 8.0, 9.0, 9.0], dtype=torch.float64)
+    found = Loss.of(fp8, fp8 + 1, 2, rounding)
+    assert found == Loss(0.25, 0.0), "less what rounding alone makes, and no less than nothing"
 
 
 def test_rungs_take_ever_more_bytes_and_the_last_loses_nothing() -> None:
@@ -360,7 +364,7 @@ def test_a_loaded_model_judges_its_layers(monkeypatch: pytest.MonkeyPatch) -> No
 
     def divergence(reference: Stored, stored: Stored) -> torch.Tensor:
         assert reference is AS_COMPUTED
-        total = 50.0 if isinstance(stored, Fp8) else 0.0
+        total = 40.0 + (50.0 if isinstance(stored, Fp8) else 0.0)
         for layer in range(12):
             tiers = stored.in_layer(layer).tiers
             if not tiers[-1].is_raw and not isinstance(stored, Fp8):
@@ -378,9 +382,11 @@ def test_a_loaded_model_judges_its_layers(monkeypatch: pytest.MonkeyPatch) -> No
         runner = SimpleNamespace(model=None, device=device)
         choice = own_choice._judged(runner, Ranks(), DiffKVConfig(thresholds="auto"), texts)
         assert (choice.rung, choice.raised) == (UPPER, raised)
+        assert choice.rounding == Loss(0.04, 0.04) and choice.fp8 == Loss(*[pytest.approx(0.05)] * 2)
         alone = [stored.only for stored in seen if stored.only is not None]
         assert [sorted(x) for x in alone] == [list(x) for x in groups_of(12, groups)]
-        assert len(seen) <= 2 + 3 + groups + 4, "as computed, FP8, rungs, groups, and sets of groups"
+        assert sum(isinstance(stored, RoundedAgain) for stored in seen) == 1
+        assert len(seen) <= 3 + 3 + groups + 4, "as computed, FP8, rounded again, rungs, groups, and sets of groups"
 
 
 def test_the_tool_says_what_a_server_would_take() -> None:
@@ -389,17 +395,18 @@ def test_the_tool_says_what_a_server_would_take() -> None:
 
     def of_all(ways: Any) -> Any:
         (stored,) = ways.values()
-        worst = sum((1.0 if layer == 3 else 0.1) for layer in range(12) if stored.in_layer(layer).tiers[-1].k_bits < 6)
+        worst = 5.0 + sum((1.0 if layer == 3 else 0.1) for layer in range(12) if stored.in_layer(layer).tiers[-1].k_bits < 6)
         return {name: [passage(worst)] * 2 for name in ways}
 
     def passage(loss: float) -> tuple[torch.Tensor, torch.Tensor]:
         return torch.full((8,), loss), torch.full((9,), loss)
 
     names = list(RUNGS)
-    found = {name: [passage(2.1 if names.index(name) < names.index(UPPER) else 0.5)] * 2 for name in names}
-    every, choice = taken({"fp8_e4m3": [passage(2.0)] * 2, **found}, judge, of_all)
+    found = {name: [passage(7.1 if names.index(name) < names.index(UPPER) else 5.5)] * 2 for name in names}
+    known = {"fp8_e4m3": [passage(7.0)] * 2, "rounded again": [passage(5.0)] * 2}
+    every, choice = taken({**known, **found}, judge, of_all)
     assert choice.rung == UPPER and choice.raised == (2, 3)
-    assert choice.name in every and list(every)[:9] == ["fp8_e4m3", *names] and not any("alone" in x for x in every)
+    assert choice.name in every and list(every)[:10] == [*known, *names] and not any("alone" in x for x in every)
 
 
 @pytest.mark.parametrize("layers", [5, 7])
@@ -430,8 +437,15 @@ def test_a_kept_choice_of_layers(tmp_path: Path, caplog: pytest.LogCaptureFixtur
         file.write_text(json.dumps(own_choice.plain(choice)), encoding="utf-8")
         assert own_choice.kept(file, 12) == own_choice.kept(file) == choice
         assert own_choice.kept(file, 13) is None and "not the model's" in caplog.text
-    choice, _ = chosen({2, 6})
+    choice = replace(chosen({2, 6})[0], rounding=Loss(0.0003, 0.0004))
     kept = own_choice.plain(choice)
+    file.write_text(json.dumps(kept), encoding="utf-8")
+    assert own_choice.kept(file, 12) == choice
+    assert own_choice._reported(choice)["rounding"] == {"prompt": 0.3, "reply": 0.4}
+    assert "0.3 and 0.4, which any change loses" in own_choice._because(choice)
+    for damaged in ([1.0], {}, [[], 0, 0, 0]):
+        file.write_text(json.dumps({**kept, "rounding": damaged}), encoding="utf-8")
+        assert own_choice.kept(file, 12) is None
     found = kept["by_layer"]
     for damaged in (
         {**found, "raised": [2]}, {**found, "raised": None}, {**found, "alone": found["alone"][:-1]}, [],

@@ -458,6 +458,7 @@ def test_any_calibration_is_used_or_refused(data: Any, text: str | None, tmp_pat
 
 
 @fuzz
+@example(content=b"X")
 @given(content=st.binary(max_size=200) | st.text().map(lambda x: x.encode("utf-8", "surrogatepass")))
 def test_any_file_is_used_or_refused(content: bytes, tmp_path: Path) -> None:
     own = model(tmp_path / "mine", content=content)

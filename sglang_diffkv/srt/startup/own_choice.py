@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from sglang_diffkv.attention.emulated import AS_COMPUTED, Fp8, Stored, divergence, stored_of
+from sglang_diffkv.attention.emulated import AS_COMPUTED, Fp8, RoundedAgain, Stored, divergence, stored_of
 from sglang_diffkv.calibration import Resolution, sources_of
 from sglang_diffkv.config import CACHE_ENV, CHOSEN, DiffKVConfig
 from sglang_diffkv.errors import ConfigError, UnsupportedError
@@ -70,6 +70,8 @@ STEPS = 1e12
 """In which ranks compare losses, to a nat."""
 MOST_LOSS = 1e6
 """Nats that ranks tell each other of, at most."""
+ROUNDING = "rounding"
+"""Among losses in ``/server_info``: what was taken off all others."""
 INSTEAD = "Name another preset instead (docs/choose.md)"
 MORE = "--diffkv-config balanced takes fewer bytes and may lose more (docs/choose.md)"
 
@@ -290,15 +292,16 @@ def _judged(runner: Any, ranks: Ranks, given: DiffKVConfig, texts: Texts) -> Cho
         def lost(stored: Stored) -> torch.Tensor:
             return divergence(reference, logits(runner, *asked, stored))
 
-        fp8 = lost(Fp8())
+        fp8, rounding = lost(Fp8()), lost(RoundedAgain())
 
         def loss(found: torch.Tensor) -> Loss:
-            return agreed(ranks, Loss.of(found, fp8, len(prompt)))
+            return agreed(ranks, Loss.of(found, fp8, len(prompt), rounding))
 
         def judge(config: DiffKVConfig) -> Loss:
             return loss(lost(stored_of(config, means)))
 
         choice = climb(list(configs), loss(fp8), lambda name: judge(configs[name]))
+        choice = replace(choice, rounding=agreed(ranks, Loss.of(rounding, rounding, len(prompt))))
 
         def alone(group: Raised) -> Loss:
             stored = stored_of(coarse(given, choice.rung), means)
@@ -346,6 +349,9 @@ def _because(choice: Choice | None) -> str:
     ]
     limit = f"millinats a token in prompts and in replies, FP8 {fp8['prompt']:g} and {fp8['reply']:g}"
     said = [f"{lost} {limit}", f"{SHARE:g} of that is allowed, less a standard error", *smaller]
+    if choice.rounding is not None:
+        off = "{prompt:g} and {reply:g}".format(**choice.rounding.report())
+        said.append(f"{off}, which any change loses by the model's own rounding, were taken off")
     if choice.raised is not None:
         said.append(f"its layers are those that lose most with {COARSE} alone")
     return "; ".join(said)
@@ -353,6 +359,7 @@ def _because(choice: Choice | None) -> str:
 
 def _reported(choice: Choice) -> dict[str, Any]:
     found = {"fp8_e4m3": choice.fp8, **choice.judged}
+    found |= {} if choice.rounding is None else {ROUNDING: choice.rounding}
     if (layers := choice.by_layer) is not None:
         found |= {name_of(choice.rung, raised): loss for raised, loss in layers.judged.items()}
         found |= {f"{COARSE} in {_listed(group)} alone": loss for group, loss in layers.alone.items()}
@@ -395,6 +402,8 @@ def plain(choice: Choice) -> dict[str, Any]:
     """As JSON data; ``kept`` reads it."""
     judged = {name: astuple(x) for name, x in choice.judged.items()}
     found: dict[str, Any] = {"rung": choice.rung, "fp8": astuple(choice.fp8), "judged": judged}
+    if choice.rounding is not None:
+        found["rounding"] = astuple(choice.rounding)
     if (layers := choice.by_layer) is not None:
         found["by_layer"] = {
             "raised": layers.raised,
@@ -433,6 +442,7 @@ def kept(file: Path, layers: int | None = None) -> Choice | None:
         found = read_json(file, MOST_BYTES)
         judged = {str(name): _loss_of(x) for name, x in found["judged"].items()}
         choice = climb(list(RUNGS), _loss_of(found["fp8"]), judged.__getitem__)
+        choice = replace(choice, rounding=_loss_of(found["rounding"]) if "rounding" in found else None)
         if (by_layer := found.get("by_layer")) is not None:
             alone, tried = (_losses_of_layers(by_layer[x]) for x in ("alone", "judged"))
             if [x for group in alone for x in group] != list(range(sum(map(len, alone)) if layers is None else layers)):
