@@ -87,9 +87,7 @@ class Loss:
     reply_error: float = 0.0
 
     @classmethod
-    def of(
-        cls, lost: torch.Tensor, fp8: torch.Tensor, prompt: int, rounding: torch.Tensor | float = 0.0
-    ) -> Loss:
+    def of(cls, lost: torch.Tensor, fp8: torch.Tensor, prompt: int, rounding: torch.Tensor | float = 0.0) -> Loss:
         """From divergences [M] of positions, of which the first ``prompt`` are of the prompt. Neither part has fewer
         than two.
 

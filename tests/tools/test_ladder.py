@@ -395,7 +395,9 @@ def test_the_tool_says_what_a_server_would_take() -> None:
 
     def of_all(ways: Any) -> Any:
         (stored,) = ways.values()
-        worst = 5.0 + sum((1.0 if layer == 3 else 0.1) for layer in range(12) if stored.in_layer(layer).tiers[-1].k_bits < 6)
+        worst = 5.0 + sum(
+            (1.0 if layer == 3 else 0.1) for layer in range(12) if stored.in_layer(layer).tiers[-1].k_bits < 6
+        )
         return {name: [passage(worst)] * 2 for name in ways}
 
     def passage(loss: float) -> tuple[torch.Tensor, torch.Tensor]:
