@@ -29,6 +29,7 @@ ONE, AS_IT_FINDS = 1, 0
 MOST_DIFFERS = 0.1
 """Share of their size by which results in 8 bits differ from those in 16; of normal numbers it is about .04."""
 NOT_IN_8_BITS = '"prefill": "fa3_fp8": the FlashAttention-3 of sgl_kernel does not attend in 8 bits; set it to "fa3"'
+NOT_AT_ALL = '"prefill": "fa3_fp8": the FlashAttention-3 of sgl_kernel does not attend here; set it to "auto"'
 
 
 def attention_function() -> Callable[..., Any] | None:
@@ -140,7 +141,7 @@ class FlashPrefill:
             except torch.OutOfMemoryError:
                 raise
             except (RuntimeError, NotImplementedError) as error:
-                raise UnsupportedError(f"{NOT_IN_8_BITS}: {error}") from error
+                raise UnsupportedError(f"{NOT_IN_8_BITS if self._converts else NOT_AT_ALL}: {error}") from error
             assert lse is not None
             found.append((out.float(), lse.float()))
         (out, lse), (rounded, rounded_lse) = found

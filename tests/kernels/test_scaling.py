@@ -273,7 +273,14 @@ def test_attention_in_8_bits_is_tried_at_the_start(monkeypatch):
         wrong = v.float().neg().to(v.dtype) if v.dtype == reference.E4M3 else v
         return attend_in_any(q, k, wrong, *rest, **more)
 
-    for attend, why in ((fails, "no kernel for this type"), (other, "results differ by 2.00 of their size")):
+    def breaks(*rest, **more):
+        raise RuntimeError("no image for this GPU")
+
+    for attend, why in (
+        (fails, 'not attend in 8 bits; set it to "fa3": no kernel for this type'),
+        (other, "not attend in 8 bits.*results differ by 2.00 of their size"),
+        (breaks, 'not attend here; set it to "auto": no image for this GPU'),
+    ):
         with pytest.raises(UnsupportedError, match=f'"prefill": "fa3_fp8": .*{why}'):
             check(attend)
     library = check(attend_in_any)
