@@ -6,13 +6,12 @@ first see everything as the model computed it. Those of the new prompt see the c
 other as computed. Those of the reply see everything as it is stored when their step comes.
 
 Scores are means over all later queries, as of an ``observe_every`` of 1, and a token is looked at once: at the end of
-its prompt, or when it leaves the window. Only what a policy's thresholds make of one or two tiers in each layer is
-emulated.
+its prompt, or when it leaves the window. Only what a policy's thresholds make of a layer's tiers is emulated.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -53,12 +52,15 @@ class Span:
 
 @dataclass(frozen=True)
 class Forms:
-    """Keys or values [H, N, D] float32 as computed, and as the high and the low tier store them. Each has been
+    """Keys or values [H, N, D] float32 as computed, and as each tier stores them, the high one first. Each has been
     multiplied by the fitted matrices, rounded, and turned back."""
 
     computed: torch.Tensor
-    high: torch.Tensor
-    low: torch.Tensor
+    stored: tuple[torch.Tensor, ...]
+
+    def each(self, change: Callable[[torch.Tensor], torch.Tensor]) -> Forms:
+        """All of them changed."""
+        return Forms(change(self.computed), tuple(map(change, self.stored)))
 
 
 @dataclass(frozen=True)
@@ -66,7 +68,7 @@ class Stored:
     """How tokens are stored, and attend.
 
     Attributes:
-        tiers: high first; each layer uses one or two. policy: which of two a token goes to. rotation: before rounding.
+        tiers: high first; a layer may use some of them. policy: which of several a token goes to. rotation: before rounding.
         means: [layers, H, D], taken off keys before they are rounded; None for none. fitted: matrices that come before
             the rotation, of each KV head, in the model's dtype. Before any that are no rotations the means come off.
         only: layers in which tokens are stored so, to be told what these lose; others attend as computed. None for all.
@@ -87,25 +89,24 @@ class Stored:
         policy = self.policy
         if len(self.tiers) > 1:
             if not isinstance(policy, DiffKVPolicy):
-                raise ValueError("of two tiers DiffKV's thresholds are emulated, and nothing else")
-            if any(len(self._used(policy, layer)) > 2 for layer in range(policy.prompt.layers or 1)):
-                raise ValueError("more than two tiers in a layer are not emulated")
+                raise ValueError("of several tiers DiffKV's thresholds are emulated, and nothing else")
         dropped = policy is not None and len(self.tiers) == 1 and policy.compresses
         if dropped or (isinstance(policy, DiffKVPolicy) and (policy.prompt.prunes or policy.head_scale)):
             raise ValueError("policies that drop tokens, and factors of heads, are not emulated")
 
-    def _used(self, policy: DiffKVPolicy, layer: int) -> tuple[int, ...]:
-        return policy.prompt.used_tiers(len(self.tiers), layer)
-
     def in_layer(self, layer: int) -> Stored:
-        """What a layer does of it, in one or two tiers. ``layer``: as of ``attend``."""
+        """What a layer does of it, by thresholds of its own and in the tiers that it uses. ``layer``: as of
+        ``attend``."""
         if self.only is not None and layer not in self.only:
             return AS_COMPUTED
-        if len(self.tiers) <= 2 or not isinstance(self.policy, DiffKVPolicy):
+        policy = self.policy
+        if len(self.tiers) <= 2 or not isinstance(policy, DiffKVPolicy):
             return self
-        used = self._used(self.policy, layer)
-        policy = replace(self.policy, alpha_between=()) if len(used) > 1 else None
-        return replace(self, tiers=tuple(self.tiers[x] for x in used), policy=policy)
+        used = policy.prompt.used_tiers(len(self.tiers), layer)
+        between = [x[layer] if isinstance(x, tuple) else x for x in policy.alpha_between]
+        ends = tuple(between[tier - 1] for tier in used[1:-1])  # of the tiers that are neither first nor last
+        here = replace(policy, alpha_between=ends) if len(used) > 1 else None
+        return replace(self, tiers=tuple(self.tiers[x] for x in used), policy=here)
 
     @property
     def scored(self) -> DiffKVPolicy | None:
@@ -129,7 +130,7 @@ class Stored:
             return self._forms(key, bits, turned=turned, means=means, pair=pair, chooses=self.choosing[0])
         off = means.to(key.dtype)
         found = self._forms(key - off, bits, turned=turned, means=None, pair=pair, chooses=self.choosing[0])
-        return Forms(*(x + off.float() for x in (found.computed, found.high, found.low)))
+        return found.each(lambda x: x + off.float())
 
     def values(self, value: torch.Tensor, layer: int) -> Forms:
         """``value`` [H, N, D], in the model's dtype. ``layer``: its place in ``fitted``."""
@@ -172,14 +173,14 @@ class Stored:
             off = (rotated(off) if turned else off).to(x.dtype).float()
             stored = stored - off
         high = _rounded(stored, bits[0])
-        low = high if len(bits) == 1 else _rounded(high, bits[1], source_of(bits[1], bits[0], turned=chooses))
+        lower = (_rounded(high, x, source_of(x, bits[0], turned=chooses)) for x in bits[1:])
 
         def back(y: torch.Tensor) -> torch.Tensor:
             y = y if off is None else y + off
             y = rotated(y) if turned else y
             return y if pair is None else y @ pair[1].float()
 
-        return Forms(computed, back(high), back(low))
+        return Forms(computed, tuple(map(back, (high, *lower))))
 
 
 AS_COMPUTED = Stored((Tier(RAW_BITS, RAW_BITS),))
@@ -203,8 +204,7 @@ class Fp8(Stored):
         return _weights_in_8_bits(weights)
 
     def _forms(self, x: torch.Tensor, bits: list[int], **form: Any) -> Forms:
-        stored = _as_e4m3(x)
-        return Forms(x.float(), stored, stored)
+        return Forms(x.float(), (_as_e4m3(x),))
 
 
 class RoundedAgain(Stored):
@@ -217,7 +217,7 @@ class RoundedAgain(Stored):
 
     def _forms(self, x: torch.Tensor, bits: list[int], **form: Any) -> Forms:
         again = (x.float() * OTHER_SCALE).to(x.dtype).float() / OTHER_SCALE
-        return Forms(again, again, again)
+        return Forms(again, (again,))
 
 
 def _weights_in_8_bits(weights: torch.Tensor) -> torch.Tensor:
@@ -265,7 +265,7 @@ class _Attended:
     eight_bits: bool = False
 
     def in_8_bits(self) -> _Attended:
-        keys, values = (Forms(*map(_as_e4m3, (x.computed, x.high, x.low))) for x in (self.keys, self.values))
+        keys, values = (x.each(_as_e4m3) for x in (self.keys, self.values))
         return _Attended(_as_e4m3(self.queries), keys, values, eight_bits=True)
 
     def rounded(self, weights: torch.Tensor) -> torch.Tensor:
@@ -303,13 +303,13 @@ def attend(
                 row = torch.arange(rows.start, rows.stop, device=key.device)[:, None]
                 column = torch.arange(tokens, device=key.device)
                 received += (weights * ((row > column) & (row <= ends))).sum(2)
-    low = None if policy is None or ends is None else placed_low(received, policy, ends, span)
+    places = None if policy is None or ends is None else placed(received, policy, ends, span)
     for attended, within in ((of_prompts, slice(span.cached, span.prompt)), (of_replies, slice(span.prompt, tokens))):
         for rows, computed in _logits(attended.queries, attended.keys.computed, scale, sight, within):
-            met, seen_by = stored.queries(attended.queries[:, :, rows]), _Seen(rows, span, low, ends)
+            met, seen_by = stored.queries(attended.queries[:, :, rows]), _Seen(rows, span, places, ends)
             fresh, *rest = _softmax_as_stored(computed, met, attended.keys, scale, sight, seen_by)
             seen = map(attended.rounded, (fresh, *map(stored.weights, rest)))
-            forms = (attended.values.computed, attended.values.high, attended.values.low)
+            forms = (attended.values.computed, *attended.values.stored)
             out[:, :, rows] = torch.stack([part @ x[:, None] for part, x in zip(seen, forms, strict=True)]).sum(0)
     return out.flatten(0, 1).transpose(0, 1).to(query.dtype)
 
@@ -323,8 +323,8 @@ def evidence_ends(tokens: int, window: int, span: Span, device: torch.device) ->
     return ends
 
 
-def placed_low(received: torch.Tensor, policy: DiffKVPolicy, ends: torch.Tensor, span: Span) -> torch.Tensor:
-    """[H, N] bool: tokens that go to the low tier once they are looked at.
+def placed(received: torch.Tensor, policy: DiffKVPolicy, ends: torch.Tensor, span: Span) -> torch.Tensor:
+    """[H, N] int64: the tier of each token once it is looked at, 0 for the high one.
 
     Args:
         received: [H, query heads of each, N], sums of the attention that each token got. ends: of ``evidence_ends``.
@@ -332,7 +332,8 @@ def placed_low(received: torch.Tensor, policy: DiffKVPolicy, ends: torch.Tensor,
     position = torch.arange(ends.shape[0], device=ends.device)
     scores = (received / (ends - position)).amax(1)
     length = torch.where(position < span.prompt - policy.window, position, ends) + 1  # of a prompt: up to the token
-    return (scores < policy.alpha_high / length) & (position >= policy.sinks)
+    below = [scores < alpha / length for alpha in (policy.alpha_high, *policy.alpha_between)]
+    return torch.stack(below).sum(0) * (position >= policy.sinks)
 
 
 @dataclass(frozen=True)
@@ -341,31 +342,36 @@ class _Seen:
 
     rows: slice
     span: Span
-    low: torch.Tensor | None
+    places: torch.Tensor | None
     ends: torch.Tensor | None
 
-    def masks(self, tokens: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Which tokens are seen as computed [M, N], and which as the low tier stores them [H, 1, M, N]."""
+    def masks(self, tokens: int, tiers: int, device: torch.device) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        """Which tokens are seen as computed [M, N], and which as each of the tiers but the first stores them
+        [H, 1, M, N]."""
         row = torch.arange(self.rows.start, self.rows.stop, device=device)[:, None]
         computed = (row < self.span.prompt) & (torch.arange(tokens, device=device) >= self.span.cached)
-        if self.low is None or self.ends is None:
-            return computed, None
-        return computed, (self.low[:, None] & (row > self.ends) & ~computed)[:, None]
+        if self.places is None or self.ends is None:
+            return computed, []
+        looked_at = (row > self.ends) & ~computed
+        return computed, [((self.places == tier)[:, None] & looked_at)[:, None] for tier in range(1, tiers)]
 
 
 def _softmax_as_stored(
     computed: torch.Tensor, queries: torch.Tensor, keys: Forms, scale: float, sight: Sight, seen: _Seen
 ) -> tuple[torch.Tensor, ...]:
-    """Attention weights [H, G, M, N] of tokens that are seen as computed, in the high tier and in the low one: each 0
-    where a token is seen otherwise. ``computed``: the logits of keys as computed."""
-    as_computed, as_low = seen.masks(computed.shape[-1], computed.device)
+    """Attention weights [H, G, M, N] of tokens that are seen as computed, and as each tier stores them: each 0 where a
+    token is seen otherwise. ``computed``: the logits of keys as computed."""
+    high, *lower = keys.stored
+    as_computed, as_lower = seen.masks(computed.shape[-1], len(keys.stored), computed.device)
     hidden = torch.isneginf(computed)
-    logits = torch.where(as_computed, computed, _capped(queries @ keys.high[:, None].mT * scale, sight))
-    if as_low is not None:
-        logits = torch.where(as_low, _capped(queries @ keys.low[:, None].mT * scale, sight), logits)
+    logits = torch.where(as_computed, computed, _capped(queries @ high[:, None].mT * scale, sight))
+    for mask, form in zip(as_lower, lower, strict=True):
+        logits = torch.where(mask, _capped(queries @ form[:, None].mT * scale, sight), logits)
     weights = logits.masked_fill(hidden, float("-inf")).softmax(-1)
-    fresh, rest = weights * as_computed, weights * ~as_computed
-    return (fresh, rest, torch.zeros_like(rest)) if as_low is None else (fresh, rest * ~as_low, rest * as_low)
+    in_high = weights * ~as_computed
+    for mask in as_lower:
+        in_high = in_high * ~mask
+    return (weights * as_computed, in_high, *(weights * mask for mask in as_lower))
 
 
 def _logits(

@@ -4,6 +4,7 @@ manager."""
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -17,7 +18,7 @@ from sglang_diffkv.attention.emulated import (
     attend,
     divergence,
     evidence_ends,
-    placed_low,
+    placed,
     stored_of,
 )
 from sglang_diffkv.attention.whole import Sight, causal
@@ -61,7 +62,7 @@ def paged(policy: Policy, tiers: tuple[str, ...], rotation: Rotation, means: tor
         manager.rows.grow(ROW, count, in_prompt=False)
         manager.space.flush()
 
-    outs, placed = [], []
+    outs, tiers_of_prompt = [], []
     for start, end in ((0, span.cached), (span.cached, span.prompt)):
         if end == start:
             continue
@@ -70,14 +71,14 @@ def paged(policy: Policy, tiers: tuple[str, ...], rotation: Rotation, means: tor
         extend.begin()
         outs.append(extend.run(0, query[start:end], key[start:end], value[start:end], Scaling(SCALE)))
         extend.end_prompt(ROW, end)
-    placed = [tier_map(manager.state, ROW, span.prompt)[0, head].tolist() for head in range(HEADS)]
+    tiers_of_prompt = [tier_map(manager.state, ROW, span.prompt)[0, head].tolist() for head in range(HEADS)]
     for at in range(span.prompt, TOKENS):
         grow(1)
         decode.plan(ids, torch.tensor([at + 1]))
         decode.begin()
         outs.append(decode.run(0, query[at : at + 1], key[at : at + 1], value[at : at + 1], Scaling(SCALE)))
         decode.end()
-    return torch.cat([x.reshape(-1, HEADS * GROUP, DIM).float() for x in outs]), placed
+    return torch.cat([x.reshape(-1, HEADS * GROUP, DIM).float() for x in outs]), tiers_of_prompt
 
 
 def emulated(stored: Stored, span: Span = SPAN, sight: Sight = ALL) -> torch.Tensor:
@@ -122,20 +123,34 @@ def test_a_layer_with_two_of_three_tiers(between: float, pair: tuple[str, str]) 
     assert torch.equal(emulated(replace(computed, only=frozenset({0}))), found)
 
 
-def test_a_prompt_s_tokens_are_placed_by_their_scores() -> None:
-    policy = diffkv_policy(1.0, 0.0, window=6, sinks=2)
+@pytest.mark.parametrize(
+    ("names", "between"),
+    [
+        (("K8V4", "K4V2"), ()),
+        (("K8V6", "K5V4", "K3V2"), (0.7,)),
+        (("K8V6", "K5V4", "K3V2"), ((0.7,),)),
+        (("K8V6", "K6V4", "K5V4", "K3V2"), (0.8, 0.6)),
+        (("K8V6", "K6V4", "K5V4", "K3V2"), ((1.0,), (0.7,))),
+    ],
+)
+def test_a_prompt_s_tokens_are_placed_by_their_scores(names: tuple[str, ...], between: tuple[Any, ...]) -> None:
+    policy = diffkv_policy(1.0, 0.0, window=6, sinks=2, alpha_between=between)
     span = Span(0, SPAN.prompt)
-    expected, placed = paged(policy, ("K8V4", "K4V2"), NO_ROTATION, None, span)
+    expected, tiers = paged(policy, names, NO_ROTATION, None, span)
     query, key, _ = (x.transpose(0, 1).float() for x in given())
     ends = evidence_ends(TOKENS, 6, span, query.device)
     logits = (query.view(HEADS, GROUP, TOKENS, DIM) @ key[:, None].mT) * SCALE
     column = torch.arange(TOKENS)
     weights = logits.masked_fill(column > column[:, None], float("-inf")).softmax(-1)
     received = (weights * ((column[:, None] > column) & (column[:, None] <= ends))).sum(2)
-    low = placed_low(received, policy, ends, span)[:, : span.prompt]
-    low[:, span.prompt - 6 :] = False  # they are in the window yet
-    assert low.long().tolist() == placed and 0 < low.float().mean() < 0.8
-    found = emulated(Stored(parsed(("K8V4", "K4V2")), policy), span)
+    stored = Stored(parsed(names), policy)
+    here = stored.in_layer(0)
+    found_tiers = placed(received, here.scored, ends, span)[:, : span.prompt]
+    found_tiers[:, span.prompt - 6 :] = 0  # they are in the window yet
+    used = [names.index(tier.name) for tier in here.tiers]
+    assert [[used[x] for x in head] for head in found_tiers.tolist()] == tiers
+    assert len({x for head in tiers for x in head}) == len(used), "each tier that is used has some"
+    found = emulated(stored, span)
     torch.testing.assert_close(found[: span.prompt + 1], expected[: span.prompt + 1], rtol=0.02, atol=0.02)
 
 
@@ -165,7 +180,7 @@ def test_keys_and_values_are_rounded_once_more() -> None:
     """Each number changes by half a unit of its last place at most, and many do change."""
     key = given()[1].transpose(0, 1)
     found = RoundedAgain().keys(key, 0)
-    assert torch.equal(found.computed, found.high) and torch.equal(found.computed, found.low)
+    assert torch.equal(found.computed, *found.stored)
     change = (found.computed - key.float()).abs()
     assert (change <= key.float().abs() * 2.0**-8).all() and (change > 0).float().mean() > 0.2
     assert torch.equal(RoundedAgain().keys(key.float(), 0).computed.to(key.dtype), key), "float32 loses next to nothing"
@@ -195,8 +210,6 @@ def replace_in(stored: Stored) -> Stored:
 def test_what_is_not_emulated_is_refused() -> None:
     with pytest.raises(ValueError, match="DiffKV's thresholds"):
         Stored(parsed(("K8V4", "K4V2")), UniformPolicy())
-    with pytest.raises(ValueError, match="more than two tiers in a layer"):
-        Stored(parsed(("K8V6", "K6V4", "K4V2")), diffkv_policy(3.0, 0.0, 6, alpha_between=((3.0, 1.0),)))
     for policy, tiers in (
         ({"name": "diffkv", "alpha_low": 0.1}, ["K8V4", "K4V2"]),
         ({"name": "snapkv", "budget": 64}, ["K8V4"]),

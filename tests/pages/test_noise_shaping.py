@@ -180,7 +180,7 @@ def test_what_keys_have_in_common_is_not_rounded_with_them(tiers: str, rotation:
         assert error(tiers, common, NO_ROTATION, far, attention_span, fitted=fitted) < 1.2 * alone
     by_head = shaping.transform(torch.bfloat16, "cpu", rotation)
     found = Stored((Tier(8, 8),), None, NO_ROTATION, common, by_head).keys(far.transpose(0, 1), 1)
-    assert (found.high - far.transpose(0, 1).float()).norm() < 0.02 * drawn.norm(), "as it is emulated"
+    assert (found.stored[0] - far.transpose(0, 1).float()).norm() < 0.02 * drawn.norm(), "as it is emulated"
 
 
 def test_logit_caps_do_not_bear_means_that_come_off_first() -> None:
@@ -212,7 +212,7 @@ def test_the_hadamard_matrix_comes_behind(dim: int) -> None:
     stored = stored_of(config, None, shaping, torch.float32)
     both = replace(stored, rotation=BOTH, fitted=apart)
     for mine, other in ((stored.keys(key, 0), both.keys(key, 0)), (stored.values(value, 0), both.values(value, 0))):
-        found, expected = (float((x.high - x.computed).norm()) for x in (mine, other))
+        found, expected = (float((x.stored[0] - x.computed).norm()) for x in (mine, other))
         assert found == pytest.approx(expected, rel=1e-3) and found < 0.4 * float(mine.computed.norm())
 
 
@@ -263,8 +263,8 @@ def test_the_emulation_loses_less_too() -> None:
         stored = Stored((Tier(4, 4),), None, BOTH, None, fitted)
         keys, values = stored.keys(key.float(), 1), stored.values(value.float(), 1)
         looks[name] = (
-            float(((keys.high - keys.computed) @ q.T).square().mean()),
-            float(((values.high - values.computed) @ weight.T).square().mean()),
+            float(((keys.stored[0] - keys.computed) @ q.T).square().mean()),
+            float(((values.stored[0] - values.computed) @ weight.T).square().mean()),
         )
     assert looks["shaped"][0] < 0.6 * looks["plain"][0] and looks["shaped"][1] < 0.6 * looks["plain"][1]
 
