@@ -14,8 +14,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from sglang_diffkv.evaluate.server import Server
+from sglang_diffkv.key_means import write_key_means
 from sglang_diffkv.srt.versions import compat
 from tests.helpers import until
 from tests.servers.loopback.mooncake.engine import DAMAGE_ENV
@@ -51,8 +53,16 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def fewer(folder: Path) -> Iterator[Pair]:
-    with Pair(DEFAULT, ROOMY, ranks=2, decode_ranks=1, env={DAMAGE_ENV: str(folder / DAMAGE)}) as pair:
+def config(folder: Path) -> dict[str, Any]:
+    """With key means, of which each rank takes its heads'."""
+    path = folder / "means.safetensors"
+    write_key_means(path, torch.randn(6, 2, 64, generator=torch.Generator().manual_seed(3)), {})
+    return {**DEFAULT, "key_means": str(path)}
+
+
+@pytest.fixture(scope="module")
+def fewer(folder: Path, config: dict[str, Any]) -> Iterator[Pair]:
+    with Pair(config, ROOMY, ranks=2, decode_ranks=1, env={DAMAGE_ENV: str(folder / DAMAGE)}) as pair:
         yield pair
 
 
@@ -72,8 +82,10 @@ def same_as_two(pair: Pair, config: dict[str, Any], server_of: Callable[..., Ser
     return replies
 
 
-def test_one_rank_goes_on_with_the_row_of_two(fewer: Pair, server_of: Callable[..., Server]) -> None:
-    same_as_two(fewer, DEFAULT, server_of)
+def test_one_rank_goes_on_with_the_row_of_two(
+    fewer: Pair, config: dict[str, Any], server_of: Callable[..., Server]
+) -> None:
+    same_as_two(fewer, config, server_of)
 
 
 @pytest.mark.parametrize("again", range(2))

@@ -827,6 +827,17 @@ def test_a_prefill_server_that_tells_nothing_is_refused() -> None:
         met(differs("other"), "other", "auto")
 
 
+@pytest.mark.parametrize("name", ["own_means", "own_shaping", "page_tokens"])
+def test_what_servers_measure_themselves_differs_with_their_ranks(name: str) -> None:
+    """And "start both servers alike" would not help."""
+    ours, theirs = (disaggregation.told_of_rows({"rows": 1, name: value}) for value in ("12", "34"))
+    said = disaggregation.how_servers_differ(
+        f"prefill server has kv_cache_dtype={theirs}, but decode server has kv_cache_dtype={ours}", ours
+    )
+    assert said.startswith(f"{name} is 34 there and 12 here. Start both servers alike")
+    assert ("give key_means a file" in said) == (name != "page_tokens")
+
+
 @pytest.mark.parametrize("error", [AssertionError(("Decode cp size",)), ZeroDivisionError(), KeyError("x")])
 def test_ranks_that_cannot_be_mapped_end_requests_and_no_server(error: Exception) -> None:
     def original(self: Any, address: str) -> bool:

@@ -414,7 +414,16 @@ def how_servers_differ(error: str, ours: str) -> str:
     differ = "; ".join(
         f"{_short(name)} is {_short(there.get(name))} there and {_short(here.get(name))} here" for name in names
     )
-    return f"{differ[:MOST_SHOWN]}. Start both servers alike"
+    own = any(name in names for name in OF_THEIR_OWN)
+    return f"{differ[:MOST_SHOWN]}. Start both servers alike{MEASURED if own else ''}"
+
+
+OF_THEIR_OWN = ("own_means", "own_shaping")
+MEASURED = (
+    ". Servers of other ranks or on other devices measure other means and matrices: give key_means a file, and leave "
+    "noise_shaping out"
+)
+"""What to do if these differ."""
 
 
 MOST_SHOWN = 4096
