@@ -194,6 +194,7 @@ TARGETS: Targets = {
             "offload_kv_cache",
             "load_kv_cache",
             "try_ensure_parallel_info",
+            "resolve_rank_mapping",
             "ensure_prefill_info",
             "init_kv_manager",
         )
@@ -235,6 +236,7 @@ _DISAGGREGATION: Targets = {
     "offload_kv_cache": SRT + "managers.schedule_batch.Req.offload_kv_cache",
     "load_kv_cache": SRT + "managers.schedule_batch.Req.load_kv_cache",
     "try_ensure_parallel_info": SRT + "disaggregation.common.conn.CommonKVManager.try_ensure_parallel_info",
+    "resolve_rank_mapping": SRT + "disaggregation.common.conn.CommonKVManager._resolve_rank_mapping",
     "ensure_prefill_info": PREALLOCATION + "_ensure_prefill_info",
     "init_kv_manager": (
         SRT + "disaggregation.prefill.PrefillBootstrapQueue._init_kv_manager",

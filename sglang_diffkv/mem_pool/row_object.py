@@ -27,6 +27,8 @@ The header says what the row is:
   its tokens. So no bytes of another request are taken for it, though it may have that number.
 - The fields of ``Origin``: of what the pages are.
 
+Where several ranks have sent one rank's heads, each has sent an object of its own, and ``join`` makes one row of them.
+
 A reader takes nothing on trust. What is wrong raises ``ObjectRefused``. Checksums find damage, not forgery: who may
 write to a server's memory may change its replies.
 """
@@ -34,6 +36,7 @@ write to a server's memory may change its replies.
 from __future__ import annotations
 
 import struct
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -125,6 +128,46 @@ class RowHead:
         whole = PREFIX.size + len(header) + len(body) + CHECKSUM_BYTES
         head = PREFIX.pack(MAGIC, VERSION, len(header), x.pages, whole) + header + body
         return head + bytes(checksum(head).digest())
+
+
+PARTED = "the ranks of the prefill server have sent different rows"
+OF_A_PART = ("rank", "before", "pages")
+"""Of a header: what is not the same in the objects of all ranks of one row."""
+
+
+def join(parts: Sequence[RowHead], layers: int) -> tuple[RowHead, np.ndarray]:
+    """The row of whose KV heads each part has the next ones, of every layer. Also [n] int64: for each page of the
+    parts, in their order, its place in the row. The header is that of the first part. Raises ObjectRefused unless all
+    parts say the same of what a row has once."""
+    first = parts[0]
+    for other in parts[1:]:
+        for name in sorted({*first.header, *other.header}.difference(OF_A_PART)):
+            one, another = first.header.get(name), other.header.get(name)
+            if one != another:
+                raise ObjectRefused("header", f"{PARTED}: {name} is {one} and {another}")
+    entries, own_entry, own_tokens, hole = (
+        _of_heads([getattr(part.numbers, name) for part in parts], layers)
+        for name in ("entries", "own_entry", "own_tokens", "hole")
+    )
+    (heads, tiers), order, before = entries.shape, [], 0
+    counts = entries.T.ravel().astype(np.int64)
+    starts = (counts.cumsum() - counts).reshape(tiers, heads)
+    for part in parts:
+        tier, head, entry = part.numbers.places()
+        own = len(part.numbers.hole) // layers
+        order.append(starts[tier, head // own * (heads // layers) + before + head % own] + entry)
+        before += own
+    place = np.concatenate(order)
+    low, high = np.empty(len(place), np.int32), np.empty(len(place), np.int32)
+    low[place] = np.concatenate([part.numbers.low for part in parts])
+    high[place] = np.concatenate([part.numbers.high for part in parts])
+    return RowHead(first.header, RowNumbers(entries, own_entry, own_tokens, hole, low, high)), place
+
+
+def _of_heads(columns: Sequence[np.ndarray], layers: int) -> np.ndarray:
+    """[heads, ...] of all parts' [heads of a part, ...], by layer and then by part."""
+    by_layer = [column.reshape(layers, -1, *column.shape[1:]) for column in columns]
+    return np.concatenate(by_layer, axis=1).reshape(-1, *columns[0].shape[1:])
 
 
 def head_size(geometry: Geometry, pages: int) -> int:

@@ -16,6 +16,9 @@ before others get them.
 Each rank sends and gets a row of its own heads. What schedulers decide by is agreed on: how many blocks are free, what
 a row takes on the rank where it takes most, and whether all have got theirs. Rows get blocks in the order in which they
 began, so no two ranks wait for each other's.
+
+Of a server with more ranks each rank here gets *parts*: objects of several ranks, each in blocks of its own. They are
+checked one by one, and make one row.
 """
 
 from __future__ import annotations
@@ -26,7 +29,7 @@ import zlib
 from collections import deque
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -45,12 +48,14 @@ from sglang_diffkv.mem_pool.high_rows import HighRows
 from sglang_diffkv.mem_pool.host_pages import GIB, HostPages, Run, first_of
 from sglang_diffkv.mem_pool.page_copies import copy_in, copy_out, staging_pages
 from sglang_diffkv.mem_pool.row_object import (
+    PARTED,
     PREFIX,
     RowHead,
     RowNumbers,
     check_head,
     decode_head,
     head_size,
+    join,
     said_size,
 )
 from sglang_diffkv.mem_pool.row_windows import RowWindows
@@ -107,18 +112,28 @@ def most_row_pages(geometry: Geometry, tokens: int) -> int:
     return min(geometry.most_pages(tokens) * 5 // 4 + 2 * geometry.heads, geometry.num_pages)
 
 
-def blocks_for(geometry: Geometry, tokens: int) -> int:
-    """Blocks for the object of a prompt's row of so many tokens, at most."""
-    pages = most_row_pages(geometry, tokens)
-    pages += -(-head_size(geometry, pages) // geometry.fmt.page_bytes)
-    return -(-pages // block_pages(geometry))
+def part_of(geometry: Geometry, parts: int) -> Geometry:
+    """Of each of so many ranks that have these heads together."""
+    assert geometry.num_heads % parts == 0, f"{geometry.num_heads} heads are not those of {parts} ranks"
+    return replace(geometry, num_heads=geometry.num_heads // parts)
+
+
+def blocks_for(geometry: Geometry, tokens: int, parts: int = 1) -> int:
+    """Blocks for the object of a prompt's row of so many tokens, at most; or for those of its ``parts`` together, each
+    of which has as many."""
+    one = part_of(geometry, parts)
+    pages = most_row_pages(one, tokens)
+    pages += -(-head_size(one, pages) // geometry.fmt.page_bytes)
+    return parts * -(-pages // block_pages(geometry))
 
 
 def room_blocks(geometry: Geometry) -> int:
-    """Blocks of a server's room: for four of its longest rows, in at most ``USUAL_ROOM``, but always for one."""
-    longest = blocks_for(geometry, geometry.max_tokens)
+    """Blocks of a server's room: for four of its longest rows, in at most ``USUAL_ROOM``, but always for one, in
+    however many parts it comes."""
+    heads, longest = geometry.num_heads, geometry.max_tokens
     usual = USUAL_ROOM // (block_pages(geometry) * geometry.fmt.page_bytes)
-    return max(longest, min(4 * longest, usual))
+    most = max(blocks_for(geometry, longest, parts) for parts in range(1, heads + 1) if heads % parts == 0)
+    return max(most, min(4 * blocks_for(geometry, longest), usual))
 
 
 def room_bytes(geometry: Geometry) -> int:
@@ -268,15 +283,36 @@ class KeptRow:
         return len(self.pages)
 
 
+class Come(NamedTuple):
+    """A row that was found whole.
+
+    Attributes:
+        head: of the row. runs: of the room's pages, those with its pages, part by part. place: [n] int64, for each of
+            these where it is in the order of the head; None: in that order.
+    """
+
+    head: RowHead
+    runs: list[Run]
+    place: np.ndarray | None = None
+
+
 @dataclass(eq=False)
 class RowImport:
-    """A row of so many ``tokens`` that is expected, in ``blocks``. ``reading``: what is found there once somebody has
-    looked. ``takes``: on all ranks together, once they know."""
+    """A row of so many ``tokens`` that is expected, in ``blocks``, of which each of its ``parts`` has as many, in
+    order. ``reading``: what is found there once somebody has looked. ``takes``: on all ranks together, once they know.
+    """
 
     tokens: int
     blocks: list[Run]
-    reading: Future[RowHead] | None = None
+    parts: int = 1
+    reading: Future[Come] | None = None
     takes: Takes | None = None
+
+    @property
+    def of_parts(self) -> list[list[Run]]:
+        """The blocks of each part."""
+        each = sum(count for _, count in self.blocks) // self.parts
+        return [first_of(_without(self.blocks, part * each), each) for part in range(self.parts)]
 
     @property
     def looked(self) -> bool:
@@ -284,10 +320,15 @@ class RowImport:
         return self.reading is not None and self.reading.done()
 
     @property
-    def head(self) -> RowHead:
+    def come(self) -> Come:
         """What was found, once it was looked at. Raises what is wrong with it."""
         assert self.reading is not None and self.reading.done(), "nobody has looked at it"
         return self.reading.result()
+
+    @property
+    def head(self) -> RowHead:
+        """Of what was found."""
+        return self.come.head
 
     def result(self) -> Exception | bool:
         """True if it is good, False while that is not known, else what is wrong with it."""
@@ -527,33 +568,35 @@ class RowTransfer:
 
     # In
 
-    def can_expect(self, tokens: int) -> bool:
-        """Whether there are blocks for the row of a prompt of so many tokens, on all ranks. With several all have to
-        call it: each takes blocks back in a time of its own."""
-        needed = blocks_for(self.geometry, tokens)
+    def can_expect(self, tokens: int, parts: int = 1) -> bool:
+        """Whether there are blocks for the row of a prompt of so many tokens, in so many ``parts``, on all ranks. With
+        several all have to call it: each takes blocks back in a time of its own."""
+        needed = blocks_for(self.geometry, tokens, parts)
         if needed > self._free or self.ranks.alone:
             self.tend()
             self._free = int(self.ranks.least(np.array([self.room.free()], dtype=np.int64))[0])
         return needed <= self._free
 
-    def expect(self, tokens: int) -> RowImport | None:
+    def expect(self, tokens: int, parts: int = 1) -> RowImport | None:
         """Blocks for the row of a prompt of so many tokens; None, changing nothing, if there are not so many. With
-        several ranks all have to call it."""
-        if not self.can_expect(tokens):
+        several ranks all have to call it. ``parts``: of the other server's ranks, how many send each of these theirs.
+        """
+        if not self.can_expect(tokens, parts):
             return None
-        blocks = self.room.take(blocks_for(self.geometry, tokens))
+        blocks = self.room.take(blocks_for(self.geometry, tokens, parts))
         assert blocks is not None, "blocks were free, and nobody took them"
         self._free -= sum(count for _, count in blocks)
-        for view in self.room.bytes_of(first_of(self.room.pages_of(blocks), 1)):
-            view[: PREFIX.size] = bytes(PREFIX.size)  # an object that was here before is none of this request
-        found = RowImport(tokens, blocks)
+        found = RowImport(tokens, blocks, parts)
+        for part in found.of_parts:
+            for view in self.room.bytes_of(first_of(self.room.pages_of(part), 1)):
+                view[: PREFIX.size] = bytes(PREFIX.size)  # an object that was here before is none of this request
         self._imports.add(found)
         return found
 
     def look(self, wanted: RowImport, request: str) -> None:
         """The engine says that the row has come: look at it, in the thread."""
         if wanted.reading is None:
-            wanted.reading = self._thread.submit(self._read, wanted.blocks, request)
+            wanted.reading = self._thread.submit(self._read, wanted.of_parts, request)
 
     def arrived(self, wanted: Sequence[RowImport | None]) -> list[Exception | bool]:
         """Of rows that are looked at: True for one that is good on all ranks, False while that is not known, or what is
@@ -573,7 +616,7 @@ class RowTransfer:
         worst = self.ranks.largest(mine.ravel()).reshape(mine.shape).tolist()
         for index, (row, (state, facts, others, pages, *entries)) in enumerate(zip(wanted, worst, strict=True)):
             if -state == GOOD and facts != -others:
-                found[index] = ObjectRefused("header", "the ranks of the prefill server have sent different rows")
+                found[index] = ObjectRefused("header", PARTED)
             elif -state == GOOD:
                 if row is not None:
                     row.takes = Takes(pages, tuple(entries))
@@ -581,22 +624,39 @@ class RowTransfer:
                 found[index] = OtherRankError() if -state == WRONG else False
         return found
 
-    def _read(self, blocks: list[Run], request: str) -> RowHead:
-        """What is in the blocks. Of the thread. Raises ObjectRefused."""
+    def _read(self, of_parts: list[list[Run]], request: str) -> Come:
+        """What is in the blocks of each part. Of the thread. Raises ObjectRefused."""
         assert self.origin is not None
+        parts = len(of_parts)
+        if parts == 1:
+            return self._read_one(of_parts[0], request, self.geometry, self.origin)
+        geometry, heads, runs = part_of(self.geometry, parts), list[RowHead](), list[Run]()
+        for number, blocks in enumerate(of_parts):
+            origin = self.origin.of_part(number, parts)
+            try:
+                head, held, _ = self._read_one(blocks, request, geometry, origin)
+            except ObjectRefused as error:
+                raise ObjectRefused(error.reason, f"of rank {origin.rank} there: {error}") from error
+            heads.append(head)
+            runs += held
+        head, place = join(heads, self.geometry.num_layers)
+        return Come(head, runs, place)
+
+    def _read_one(self, blocks: list[Run], request: str, geometry: Geometry, origin: Origin) -> Come:
+        """An object of a rank with so many heads."""
         runs, page_bytes = self.room.pages_of(blocks), self.device.fmt.page_bytes
         whole = sum(count for _, count in runs)
         start = bytes(self._first_bytes(runs, PREFIX.size))
-        size = said_size(start, whole * page_bytes, self.geometry)
-        head = decode_head(self._first_bytes(runs, size), self.geometry)
-        high, windows = self.high.allowed, self.windows.known
-        check_head(head, self.geometry, self.origin, request, high=high, windows=windows)
+        size = said_size(start, whole * page_bytes, geometry)
+        head = decode_head(self._first_bytes(runs, size), geometry)
+        check_head(head, geometry, origin, request, high=self.high.allowed, windows=self.windows.known)
         before = int(head.header["before"])
         if not size <= before * page_bytes <= (whole - head.numbers.pages) * page_bytes:
             raise ObjectRefused("header", "its header does not say where its pages are")
-        if self._checksum(first_of(_without(runs, before), head.numbers.pages)) != head.header.get("pages"):
+        held = first_of(_without(runs, before), head.numbers.pages)
+        if self._checksum(held) != head.header.get("pages"):
             raise ObjectRefused("checksum", "its pages are damaged")
-        return head
+        return Come(head, held)
 
     def _first_bytes(self, runs: list[Run], size: int) -> bytes:
         pages = -(-size // self.device.fmt.page_bytes)
@@ -610,7 +670,7 @@ class RowTransfer:
         Raises ObjectRefused for what is no row, TableFull and NoRoom, leaving the row empty. After
         torch.OutOfMemoryError the row must be released.
         """
-        head = wanted.head
+        head, runs, place = wanted.come
         takes = wanted.takes or Takes.of(head.numbers)
         if head.length != wanted.tokens:
             raise ObjectRefused("tokens", "it has another length than its prompt")
@@ -621,12 +681,12 @@ class RowTransfer:
             raise NoRoom("it has more pages than were set aside for it")
         if takes.pages > self.counts.free_bound() - self.counts.headroom_bound():
             raise NoRoom("it has more pages than are free")
-        numbers, runs = head.numbers, self.room.pages_of(wanted.blocks)
+        numbers, state = head.numbers, self.device.state
         self._make(row, head.length, head.frozen, takes, before)
-        runs = first_of(_without(runs, int(head.header["before"])), numbers.pages)
-        state = self.device.state
         with self.device.launching():
+            order = None if place is None else self.device.to_device(place)
             pages = self._fill(row, numbers)
+            pages = pages if order is None else pages[order]
             copy_in(state.pages, self.room, runs, np.ones(numbers.pages, dtype=bool), pages, self._staging)
             event = None
             if state.pages.is_cuda:

@@ -32,7 +32,7 @@ import hashlib
 import json
 import struct
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -120,6 +120,11 @@ class Origin:
         """For a header."""
         known = {name: getattr(self, name) for name in ("model", "configuration", "dtype", "rank", "ranks")}
         return {**known, "shape": dict(self.shape)}
+
+    def of_part(self, part: int, parts: int) -> Origin:
+        """Of a server like this one, on which so many ranks have these heads: of that ``part``, from 0 on."""
+        shape = {name: value // parts if name == "kv_heads" else value for name, value in self.shape}
+        return replace(self, rank=self.rank * parts + part, ranks=self.ranks * parts, shape=tuple(shape.items()))
 
     def digest(self, namespace: str) -> bytes:
         """What the names of objects begin from."""

@@ -127,9 +127,9 @@ def test_rows_that_say_other_things_are_refused() -> None:
     """Of a prefill server whose ranks parted: one has frozen its row, another not."""
     two = Two()
     two.look()
-    head = two.wanted[1].head
+    come = two.wanted[1].come
     other: Future[Any] = Future()
-    other.set_result(replace(head, header={**head.header, "frozen": -1}))
+    other.set_result(come._replace(head=replace(come.head, header={**come.head.header, "frozen": -1})))
     two.wanted[1].reading = other
     found = two.arrived()
     assert all(isinstance(x, ObjectRefused) and "different rows" in str(x) for x in found)

@@ -32,7 +32,7 @@ class Pair:
     Args:
         config, decode_config: the plugin's configuration of both, or of the second one alone. args, decode_args: the
             same of further arguments. seconds: that each write between them takes. env: further variables of both.
-        ranks: of each.
+        ranks, decode_ranks: of each, or of the second one alone.
     """
 
     def __init__(
@@ -45,12 +45,13 @@ class Pair:
         seconds: float = 0.0,
         env: Mapping[str, str] | None = None,
         ranks: int = 1,
+        decode_ranks: int = 0,
     ):
         self.bootstrap, self._args, self._seconds, self._env = Port(), args, seconds, env or {}
         self._ranks = ranks
         self._threads = ThreadPoolExecutor(64)
         self.prefill = self._server("prefill", config, ())
-        self.decode = self._server("decode", decode_config or config, decode_args)
+        self.decode = self._server("decode", decode_config or config, decode_args, decode_ranks)
 
     def _server(self, mode: str, config: Mapping[str, Any], args: Sequence[str], ranks: int = 0) -> Server:
         ranks = ranks or self._ranks

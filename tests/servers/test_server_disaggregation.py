@@ -129,15 +129,15 @@ def chatting() -> Iterator[dict[str, Pair]]:
         yield found
 
 
-def equal_but_for_rounding(found: dict[str, Any], expected: dict[str, Any]) -> None:
+def equal_but_for_rounding(found: dict[str, Any], expected: dict[str, Any], rounding: float = ROUNDING) -> None:
     """Tokens are the same, with about the same log-probabilities, up to where two were about as likely."""
     left, right = (x["meta_info"]["output_token_logprobs"] for x in (found, expected))
     best = expected["meta_info"]["output_top_logprobs"]
     for (score, token, _), (wanted, other, _), ((first, *_), (second, *_)) in zip(left, right, best, strict=True):
         if token != other:
-            assert first - second < ROUNDING
+            assert first - second < rounding
             return
-        assert abs(score - wanted) < ROUNDING
+        assert abs(score - wanted) < rounding
 
 
 @KEEPS_PREFIXES
@@ -219,6 +219,19 @@ def test_a_server_of_another_configuration_is_refused_in_words(pairs: dict[str, 
         assert other.alive() and two.prefill.alive()
         two.prefill.post("/abort_request", {"abort_all": True})
         waits.result()
+    assert len(two.reply(PROMPTS[1], 5)) == 5
+    settled(two)
+
+
+def test_a_decode_server_of_more_ranks_is_refused_with_both_numbers(pairs: dict[str, Pair]) -> None:
+    two = pairs["default"]
+    with two.another_decode(DEFAULT, ranks=2) as other:
+        waits, refused = two.send(request(PROMPTS[1], 5), decode=other)
+        assert refused.result().status_code == 500
+        assert "--tp-size is 1 there and 2 here: start both with as many ranks" in refused.result().text
+        two.prefill.post("/abort_request", {"abort_all": True})
+        waits.result()
+        assert other.alive()
     assert len(two.reply(PROMPTS[1], 5)) == 5
     settled(two)
 

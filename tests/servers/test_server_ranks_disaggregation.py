@@ -91,6 +91,10 @@ def test_a_row_that_is_damaged_on_one_rank_ends_its_request_alone(two: Pair, fol
 
 
 def test_aborts_in_each_phase_end_their_request_alone(two: Pair) -> None:
+    aborts_in_each_phase(two)
+
+
+def aborts_in_each_phase(two: Pair) -> None:
     """While it waits, is computed, is sent and generates; told to one server, the other, or both."""
     with ThreadPoolExecutor(8) as threads:
         sent = [two.send({**request(prompt(130 + 31 * k, 30 + k), 24), "rid": f"abort-{k}"}) for k in range(8)]
@@ -106,18 +110,6 @@ def test_aborts_in_each_phase_end_their_request_alone(two: Pair) -> None:
         assert response.status_code == 200 and len(response.json()["output_ids"]) == 24
     settled(two)
     assert two.reply(PROMPTS[1], 6) == two.reply(PROMPTS[1], 6)
-
-
-def test_servers_of_other_ranks_are_refused_with_both_numbers(two: Pair) -> None:
-    with two.another_decode(DEFAULT, ranks=1) as other:
-        waits, refused = two.send(request(PROMPTS[1], 5), decode=other)
-        assert refused.result().status_code == 500
-        assert "--tp-size is 2 there and 1 here" in refused.result().text
-        two.prefill.post("/abort_request", {"abort_all": True})
-        waits.result()
-        assert other.alive()
-    assert len(two.reply(PROMPTS[1], 5)) == 5
-    settled(two)
 
 
 def test_a_full_lossless_server_of_two_ranks_gives_the_tokens_of_one(server_of: Callable[..., Server]) -> None:

@@ -3,6 +3,7 @@ does not come."""
 
 from __future__ import annotations
 
+import inspect
 import json
 import threading
 from array import array
@@ -17,6 +18,7 @@ import requests
 import torch
 
 from sglang_diffkv.layout.ranks import Ranks
+from sglang_diffkv.mem_pool import row_transfer
 from sglang_diffkv.mem_pool.counts import RankCounts
 from sglang_diffkv.mem_pool.row_object import RowNumbers
 from sglang_diffkv.mem_pool.row_transfer import KeptRow, RowTransfer, Takes, most_row_pages
@@ -714,7 +716,7 @@ def test_the_next_prompt_is_the_first_by_priority(low_first: bool, older: None) 
     small.req.priority, large.req.priority = (2, 1) if low_first else (1, 2)
     receiving = world.requests.receiving
     assert receiving is not None and receiving.has_room(small.req)
-    receiving.has_room = lambda req: req is small.req  # type: ignore[method-assign]
+    receiving.has_room = lambda req, parts=1: req is small.req  # type: ignore[method-assign]
     queue = prealloc_queue(
         world, small, large, enable_priority_scheduling=True, schedule_low_priority_values_first=low_first
     )
@@ -825,6 +827,17 @@ def test_a_prefill_server_that_tells_nothing_is_refused() -> None:
         met(differs("other"), "other", "auto")
 
 
+@pytest.mark.parametrize("name", ["own_means", "own_shaping", "page_tokens"])
+def test_what_servers_measure_themselves_differs_with_their_ranks(name: str) -> None:
+    """And "start both servers alike" would not help."""
+    ours, theirs = (disaggregation.told_of_rows({"rows": 1, name: value}) for value in ("12", "34"))
+    said = disaggregation.how_servers_differ(
+        f"prefill server has kv_cache_dtype={theirs}, but decode server has kv_cache_dtype={ours}", ours
+    )
+    assert said.startswith(f"{name} is 34 there and 12 here. Start both servers alike")
+    assert ("give key_means a file" in said) == (name != "page_tokens")
+
+
 @pytest.mark.parametrize("error", [AssertionError(("Decode cp size",)), ZeroDivisionError(), KeyError("x")])
 def test_ranks_that_cannot_be_mapped_end_requests_and_no_server(error: Exception) -> None:
     def original(self: Any, address: str) -> bool:
@@ -837,23 +850,135 @@ def test_ranks_that_cannot_be_mapped_end_requests_and_no_server(error: Exception
 # Several ranks
 
 
-def test_a_decode_server_of_other_ranks_gets_nothing() -> None:
-    """Both numbers are told. It should have refused this server itself."""
-    world, manager = half(), Manager()
-    row, sending = with_row(world, 40), world.requests.sending
-    assert sending is not None
-    manager.decode_kv_args_table = {"s": SimpleNamespace(dst_attn_tp_size=2)}  # type: ignore[attr-defined]
+def asked_by(ranks: int) -> Any:
+    """What SGLang's manager knows of a prompt that a decode server of so many ranks waits for."""
+    manager = Manager()
+    manager.decode_kv_args_table = {"s": SimpleNamespace(dst_attn_tp_size=ranks)}  # type: ignore[attr-defined]
     wanted = named(dst_kv_indices=range(40), is_dummy=False, decode_prefix_len=0, mooncake_session_id="s")
     manager.transfer_infos[7] = {"x": wanted}
+    return manager
+
+
+@pytest.mark.parametrize(("here", "there"), [(1, 2), (2, 3), (4, 3), (2, 0), (1, -1)])
+def test_a_decode_server_of_other_ranks_gets_nothing(here: int, there: int) -> None:
+    """Both numbers are told. It should have refused this server itself."""
+    world, manager = half(ranks=Ranks(here)), asked_by(there)
+    row, sending = with_row(world, 40), world.requests.sending
+    assert sending is not None
     sending.begin(prompt(manager, row))
-    assert "the decode server has --tp-size 2 and this one 1: start both alike" in manager.told[0]
+    assert f"the decode server has --tp-size {there} and this one {here}: start both with as" in manager.told[0]
     assert not sending.exports and not world.manager.transfer._exports  # type: ignore[union-attr]
 
 
-def test_servers_of_other_ranks_are_told_both_numbers() -> None:
-    ours, theirs = (disaggregation.told_of_rows({"rows": 1, "--tp-size": ranks}) for ranks in (1, 2))
-    _, refused, _ = met(differs(theirs), theirs, ours)
-    assert refused["there"].startswith("--tp-size is 2 there and 1 here")
+@pytest.mark.parametrize(
+    ("here", "there", "rank", "first", "most"),
+    [(2, 2, 1, 0, 40), (2, 1, 0, 0, 20), (2, 1, 1, 20, 20), (4, 2, 2, 0, 20), (4, 2, 3, 20, 20), (3, 1, 2, 26, 13)],
+)
+def test_each_rank_sends_to_its_part_of_the_blocks(here: int, there: int, rank: int, first: int, most: int) -> None:
+    """As SGLang's sender counts them: the engine takes those of the decode server from there on."""
+    world, manager, sent = half(ranks=Ranks(here, rank)), asked_by(there), list[Any]()
+    row, sending = with_row(world, 40), world.requests.sending
+    assert sending is not None
+    req = prompt(manager, row, send=lambda blocks, states, num_kv_tokens: sent.append(blocks))
+    sending.begin(req)
+    assert sending.exports[req].most == most and req.disagg_kv_sender.curr_idx == first
+
+    def goes() -> bool:
+        sending.advance()
+        return bool(sent)
+
+    until(goes)
+    assert req.disagg_kv_sender.num_kv_indices == first + len(sent[0]) and not manager.told
+    world.manager.transfer.finish(sending.exports[req], well=True)  # type: ignore[union-attr]
+    world.manager.release(row)
+
+
+@pytest.mark.parametrize(
+    ("there", "here", "heads", "why"),
+    [
+        (1, 1, 8, ""), (2, 1, 8, ""), (8, 2, 8, ""), (6, 2, 6, ""), (8, 8, 2, ""),
+        (1, 2, 8, "--tp-size is 1 there and 2 here: start both with as many ranks, or the prefill server with a mul"),
+        (3, 2, 6, "--tp-size is 3 there and 2 here"), (0, 2, 8, "--tp-size is 0 there"),
+        (4, 2, 2, "--tp-size is 4 there and 2 here, and each of 2 KV heads is on several ranks there: start both with"),
+        (4, 1, 6, "--tp-size is 4 there and 1 here, and each of 6"),
+    ],
+)  # fmt: skip
+def test_servers_of_other_ranks_go_together_or_are_told_both_numbers(
+    there: int, here: int, heads: int, why: str
+) -> None:
+    ours, mapped = disaggregation.told_of_rows({"kv_heads": heads}), list[Any]()
+    info = SimpleNamespace(attn_tp_size=there)
+    manager: Any = SimpleNamespace(kv_cache_dtype_str=ours, prefill_info_table={}, attn_tp_size=here)
+
+    def meets(self: Any, address: str) -> bool:
+        decode_side.resolve_rank_mapping(lambda self, info: mapped.append(info), self, info)
+        self.prefill_info_table[address] = SimpleNamespace(kv_cache_dtype=ours)
+        return True
+
+    assert decode_side.try_ensure_parallel_info(meets, manager, "there") == (not why)
+    assert manager.diffkv_refused.get("there", "").startswith(why) and mapped == [info] * (not why)
+    manager.kv_cache_dtype_str = "bfloat16"
+    decode_side.resolve_rank_mapping(lambda self, info: mapped.append(info), manager, info)
+    assert mapped[-1] is info, "another backend's servers"
+
+
+def test_a_prompt_gets_blocks_for_each_rank_that_sends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And waits until there are so many."""
+    monkeypatch.setattr(row_transfer, "part_of", lambda geometry, parts: geometry)  # the world has one head
+    world, entry, own = half(), expected(None, 40), expected(None, 40)
+    receiving, transfer = world.requests.receiving, world.manager.transfer
+    assert receiving is not None and transfer is not None
+    queue: Any = SimpleNamespace(
+        token_to_kv_pool_allocator=world.allocator, queue=[entry],
+        kv_manager=SimpleNamespace(required_prefill_response_num_table={7: 2}),
+    )  # fmt: skip
+    taken = transfer.room.take(transfer.room.count - row_transfer.blocks_for(transfer.geometry, 40))
+    assert taken is not None
+    assert decode_side.required_admission_tokens(lambda self, req: 3, queue, entry.req) == NEVER
+    transfer.room.give(taken)
+    assert decode_side.required_admission_tokens(lambda self, req: 3, queue, entry.req) == 3
+    decode_side.pre_alloc(lambda self, req: None, queue, entry.req)
+    wanted = receiving.imports[entry.req]
+    assert wanted.parts == 2 and len(wanted.of_parts[0]) >= 1
+    receiving.left(entry.req)
+    own.req.bootstrap_room = 8  # nobody was met
+    decode_side.pre_alloc(lambda self, req: None, queue, own.req)
+    assert receiving.imports[own.req].parts == 1
+    receiving.left(own.req)
+    for req in (entry.req, own.req):
+        world.requests.ledger.forget(req)
+    check(world.manager)
+
+
+def test_blocks_go_whole_to_fewer_ranks() -> None:
+    """SGLang's function for that cuts heads out; it is given as much, and another one sends."""
+    from sglang.srt.disaggregation.mooncake.conn import MooncakeKVManager
+
+    went: list[Any] = []
+
+    def send_kvcache(*args: Any, **named: Any) -> int:
+        inspect.signature(MooncakeKVManager.send_kvcache).bind(None, *args, **named)
+        went.append((args, named))
+        return 3
+
+    table = {"session": SimpleNamespace(dst_kv_layer_ids=[5, 6])}
+    manager: Any = SimpleNamespace(decode_kv_args_table=table, send_kvcache=send_kvcache)
+    disaggregation.send_whole_blocks(manager)
+    assert not hasattr(manager, "send_kvcache_slice"), "of a decode server, which sends nothing"
+    manager.transfer_infos = {}
+    disaggregation.send_whole_blocks(manager)
+    original = inspect.signature(MooncakeKVManager.send_kvcache_slice).parameters
+    given = [f"{name} given" for name in original if name != "self"]
+    given[0] = "session"
+    assert manager.send_kvcache_slice(*given) == 3
+    ours, pointers, theirs = (f"{name} given" for name in ("prefill_kv_indices", "dst_kv_ptrs", "dst_kv_indices"))
+    assert went == [(("session", ours, pointers, theirs, "executor given"), {"dst_layer_ids": [5, 6]})]
+
+
+def test_servers_of_other_ranks_have_one_name_for_what_is_equal_on_all() -> None:
+    digest = "a" * 32
+    assert Pair(lambda ranks: ranks).each(lambda ranks: of_all_ranks(digest, ranks)) == [digest] * 2
+    assert Pair(lambda ranks: ranks).each(lambda ranks: of_all_ranks("", ranks)) == ["", ""]
 
 
 def test_a_number_is_one_name_on_all_ranks() -> None:
@@ -992,7 +1117,7 @@ def test_polls_say_what_all_ranks_have_found(found: Any, monkeypatch: pytest.Mon
         assert wanted is not None
         receiving.imports[entries[1].req] = wanted
         head = SimpleNamespace(facts=[40], numbers=RowNumbers(*[np.zeros((1, 2), dtype=np.int64)] * 6))
-        good: Any = SimpleNamespace(done=lambda: True, result=lambda: head)
+        good: Any = SimpleNamespace(done=lambda: True, result=lambda: SimpleNamespace(head=head))
         odd: Any = SimpleNamespace(done=lambda: found is not False, result=lambda: (_ for _ in ()).throw(found))
         wanted.reading = odd if ranks.rank and found is not True else good
         before = [known.Transferring, known.Success, known.Failed]

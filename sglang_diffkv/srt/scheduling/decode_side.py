@@ -5,8 +5,8 @@ SGLang's queues, receivers and polls stay. When SGLang sets KV slots aside for a
 transfer engine gets blocks of host memory for the row's object. When the engine says that all has come, a thread checks
 it. Only then SGLang hears of it, and the row is made behind what is launched.
 
-Of several ranks each gets its heads from the same rank of the other server. SGLang reduces its polls over ranks; what
-is found here is agreed on behind them.
+Of several ranks each gets its heads from the same rank of the other server, or from as many ranks as have them there.
+SGLang reduces its polls over ranks; what is found here is agreed on behind them.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ def required_admission_tokens(original: Any, self: Any, req: Any, *args: Any, **
     """What a prompt needs of the pool before SGLang sets KV slots aside for it: more than there is while pages, table
     blocks or the engine's blocks are short."""
     requests, found = requests_of(self), original(self, req, *args, **kwargs)
-    if requests is None or requests.receiving is None or requests.receiving.has_room(req):
+    receiving = None if requests is None else requests.receiving
+    if receiving is None or receiving.has_room(req, disaggregation.parts_of(self, req)):
         return int(found)
     return NEVER
 
@@ -43,7 +44,8 @@ def allocatable_token_budgets(original: Any, self: Any, *args: Any, **kwargs: An
     if requests is None or requests.receiving is None or not kwargs.get("count_retracted", True):
         return found
     req = disaggregation.next_expected(self)
-    return found if req is None or requests.receiving.has_room(req) else -NEVER
+    room = req is None or requests.receiving.has_room(req, disaggregation.parts_of(self, req))
+    return found if room else -NEVER
 
 
 def match_prefix_and_lock(original: Any, self: Any, req: Any) -> Any:
@@ -80,7 +82,7 @@ def pre_alloc(original: Any, self: Any, req: Any, *args: Any, **kwargs: Any) -> 
     """A prompt gets its KV slots, and with them what its row will need."""
     found, requests = original(self, req, *args, **kwargs), requests_of(self)
     if requests is not None and requests.receiving is not None and not disaggregation.was_kept(req):
-        requests.receiving.expect(req)
+        requests.receiving.expect(req, disaggregation.parts_of(self, req))
         disaggregation.expects_blocks(self, requests.receiving.imports)
     return found
 
@@ -227,6 +229,14 @@ def try_ensure_parallel_info(original: Any, self: Any, bootstrap_addr: str) -> b
         return False
 
 
+def resolve_rank_mapping(original: Any, self: Any, info: Any) -> None:
+    """Who sends to whom, of ranks of two servers. SGLang would cut pages where a rank has other heads."""
+    ours = self.kv_cache_dtype_str
+    if disaggregation.speaks_of_rows(ours) and (why := disaggregation.how_ranks_differ(self, info, ours)):
+        raise RuntimeError(why)
+    original(self, info)
+
+
 def ensure_prefill_info(original: Any, self: Any, addr_to_reqs: Any) -> Any:
     """Requests of a prefill server that was refused end at once."""
     ready, remaining = original(self, addr_to_reqs)
@@ -274,5 +284,6 @@ HOOKS = (
     offload_kv_cache,
     load_kv_cache,
     try_ensure_parallel_info,
+    resolve_rank_mapping,
     ensure_prefill_info,
 )

@@ -6,7 +6,7 @@ What lies behind was computed with this server's bytes. Those of a reply differ,
 
 SGLang's queues, senders and polls stay. A prompt's sender waits for its input until the row's object is whole in the
 blocks that the transfer engine reads (``mem_pool/row_transfer.py``). Then the blocks that it fills go to the first ones
-that the decode server has named.
+that the decode server has named for this rank: all, or its part of them if that server has fewer ranks.
 
 A prompt that does not come is told to the decode server at once, whoever gave it up and when.
 """

@@ -46,15 +46,16 @@ class Receiving:
         assert transfer is not None
         return transfer
 
-    def has_room(self, req: Any) -> bool:
+    def has_room(self, req: Any, parts: int = 1) -> bool:
         """Whether pages, table blocks, KV slots and the engine's blocks are free for a prompt that is to come, or can
-        be made free. As much as for all of it: the other server may have to send that."""
+        be made free. As much as for all of it: the other server may have to send that. ``parts``: as of ``RowImport``.
+        """
         tokens, ledger = disaggregation.expected_tokens(req), self.ledger
         if self._pages(tokens) + self._growth_of_one(req) > ledger.uncommitted_pages() + ledger.evictable_pages:
             return False
         if tokens > ledger.uncommitted_kv_slots() + self.tree.evictable_tokens():
             return False
-        if not (disaggregation.is_own_request(req) or self.transfer.can_expect(tokens)):
+        if not (disaggregation.is_own_request(req) or self.transfer.can_expect(tokens, parts)):
             return False
         return self.tree.make_table_blocks(self._table_blocks(req))  # last, since it evicts
 
@@ -93,8 +94,8 @@ class Receiving:
         """Table blocks for a prompt, at most: for what it has matched, and for all of it."""
         return self.ledger.blocks_for(self.tree.path(req.last_node), disaggregation.expected_tokens(req))
 
-    def expect(self, req: Any) -> None:
-        """SGLang has given a prompt that is to come its KV slots. There is room for it."""
+    def expect(self, req: Any, parts: int = 1) -> None:
+        """SGLang has given a prompt that is to come its KV slots, and there is room for it. ``parts``: as above."""
         tokens, blocks = disaggregation.expected_tokens(req), self._table_blocks(req)
         self.tree.make_table_blocks(blocks)
         self.ledger.set_aside(req, self._pages(tokens), blocks)
@@ -102,7 +103,7 @@ class Receiving:
         self.tree.make_pages(0, partly=True)
         if disaggregation.is_own_request(req):
             return
-        wanted = self.transfer.expect(tokens)
+        wanted = self.transfer.expect(tokens, parts)
         assert wanted is not None, "blocks were free, and nobody took them"
         self.imports[req] = wanted
 

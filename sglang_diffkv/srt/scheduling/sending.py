@@ -141,12 +141,15 @@ class Sending:
         if not named:
             return
         # Another thread writes there.
-        wanted = [x for x in list(named.values()) if not x.is_dummy]
-        ranks = self.manager.ranks.size
-        if other := {*disaggregation.ranks_of(sender.kv_mgr, wanted)} - {ranks}:
-            self._fail(req, f"the decode server has --tp-size {other.pop()} and this one {ranks}: start both alike")
+        wanted, ranks = [x for x in list(named.values()) if not x.is_dummy], self.manager.ranks
+        there = {*disaggregation.ranks_of(sender.kv_mgr, wanted)} or {ranks.size}
+        if other := [x for x in there if x < 1 or ranks.size % x]:
+            both = f"the decode server has --tp-size {other[0]} and this one {ranks.size}"
+            self._fail(req, f"{both}: {disaggregation.ALIKE}")
             return
-        most = min((len(x.dst_kv_indices) for x in wanted), default=0)
+        parts = ranks.size // there.pop()
+        most = min((len(x.dst_kv_indices) for x in wanted), default=0) // parts
+        sender.curr_idx = most * (ranks.rank % parts)  # of the blocks there, this rank's begin here
         has = min((int(x.decode_prefix_len or 0) for x in wanted), default=0)
         try:
             self.exports[req] = transfer.export(compat.allocated_row_of(req), disaggregation.name_of(req), most, has)
@@ -177,7 +180,7 @@ class Sending:
     def _send(self, req: Any, export: RowExport) -> None:
         """The request's row is whole."""
         sender, blocks = req.disagg_kv_sender, block_numbers(export.blocks)
-        sender.num_kv_indices = len(blocks)  # of those that the decode server has named, the first ones
+        sender.num_kv_indices = sender.curr_idx + len(blocks)  # of this rank's, the first ones
         sender.send(blocks, None, num_kv_tokens=self.manager.rows.length(export.row))
         self._sent.add(req)
 

@@ -149,22 +149,25 @@ def init_kv_manager(original: Any, self: Any) -> Any:
     origin = Origin.of(manager.geometry, manager.state.dtype, model, str(facts["digest"]), ranks)
     transfer.origin = origin
     told = {"rows": VERSION, **facts, "model": origin.model, "dtype": origin.dtype, **dict(origin.shape)}
-    told["--tp-size"] = ranks.size
+    told["kv_heads"] = int(scheduler.model_config.get_total_num_kv_heads())
     usual, runner.kv_cache_dtype_str = runner.kv_cache_dtype_str, disaggregation.told_of_rows(told)
     try:
         found = original(self)
     finally:
         runner.kv_cache_dtype_str = usual
     disaggregation.keep_rooms_apart(found)
+    disaggregation.send_whole_blocks(found)
     return found
 
 
 def of_all_ranks(digest: str, ranks: Ranks) -> str:
-    """One name, in hex, for what each rank has named: the same on all of them. Empty if each is. All ranks have to call
-    it."""
+    """One name, in hex, for what each rank has named: the same on all of them, and each rank's own if these are equal,
+    as of one rank. Empty if each is. All ranks have to call it."""
     if ranks.alone:
         return digest
     every = ranks.each(int(digest[:15] or "0", 16))
+    if len({*every}) == 1:
+        return digest
     return hashlib.blake2b(repr(every).encode(), digest_size=16).hexdigest() if any(every) else ""
 
 

@@ -202,6 +202,40 @@ def ranks_of(manager: Any, wanted: list[Any]) -> list[int]:
     return [int(x.dst_attn_tp_size) for x in known if x is not None]
 
 
+def parts_of(queue: Any, req: Any) -> int:
+    """How many ranks of the prefill server send each rank here their part of a request's row; 1 while it has met none.
+    ``queue``: SGLang's ``DecodePreallocQueue``. All ranks find the same: a request waits for room once all have met
+    the server."""
+    table = getattr(getattr(queue, "kv_manager", None), "required_prefill_response_num_table", {})
+    return int(table.get(req.bootstrap_room) or 1)
+
+
+def send_whole_blocks(manager: Any) -> None:
+    """To a server with fewer ranks a prefill server's ``manager`` would send heads, cut out of each block. Blocks of
+    rows are of one rank's heads, and go as they are. Its module is not one to hook: it imports what SGLang imports once
+    it knows where metrics go."""
+    if not hasattr(manager, "transfer_infos"):
+        return
+
+    def send_kvcache_slice(
+        mooncake_session_id: str,
+        prefill_kv_indices: Any,
+        dst_kv_ptrs: Any,
+        dst_kv_indices: Any,
+        dst_tp_rank: int,
+        dst_attn_tp_size: int,
+        dst_kv_item_len: int,
+        executor: Any,
+        dst_layer_ids: Any = None,
+    ) -> Any:
+        layers = manager.decode_kv_args_table[mooncake_session_id].dst_kv_layer_ids  # 0.5.17 does not give them
+        return manager.send_kvcache(
+            mooncake_session_id, prefill_kv_indices, dst_kv_ptrs, dst_kv_indices, executor, dst_layer_ids=layers
+        )
+
+    manager.send_kvcache_slice = send_kvcache_slice
+
+
 def drain_on_all_ranks(failed: list[Any], ranks: Ranks) -> None:
     """Of requests that have ``failed`` on a decode server SGLang keeps what they hold until the prefill server writes
     nothing any more, where that was told of it. Ranks keep it or not together. All of them have to call it. 0.5.17
@@ -327,6 +361,25 @@ def speaks_of_rows(text: str) -> bool:
     return _facts(text) is not None
 
 
+def how_ranks_differ(manager: Any, info: Any, ours: str) -> str:
+    """Why the ranks of a prefill server, of which ``info`` is told, cannot send to those of this one; empty if they
+    can. ``manager``: SGLang's of the receivers. ``ours``: this server's text."""
+    there, here, heads = int(info.attn_tp_size), int(manager.attn_tp_size), (_facts(ours) or {}).get("kv_heads", 0)
+    if there == here:
+        return ""
+    if there < 1 or there % here:
+        return f"--tp-size is {there} there and {here} here: {ALIKE}"
+    if not heads or heads % there:
+        return (
+            f"--tp-size is {there} there and {here} here, and each of {heads} KV heads is on several ranks there: "
+            "start both with as many ranks"
+        )
+    return ""
+
+
+ALIKE = "start both with as many ranks, or the prefill server with a multiple of the decode server's"
+
+
 def tells_nothing(manager: Any, address: str) -> bool:
     """Whether the prefill server at an address told no such text, by which SGLang compares nothing. ``manager``:
     SGLang's, which has met it."""
@@ -361,7 +414,16 @@ def how_servers_differ(error: str, ours: str) -> str:
     differ = "; ".join(
         f"{_short(name)} is {_short(there.get(name))} there and {_short(here.get(name))} here" for name in names
     )
-    return f"{differ[:MOST_SHOWN]}. Start both servers alike"
+    own = any(name in names for name in OF_THEIR_OWN)
+    return f"{differ[:MOST_SHOWN]}. Start both servers alike{MEASURED if own else ''}"
+
+
+OF_THEIR_OWN = ("own_means", "own_shaping")
+MEASURED = (
+    ". Servers of other ranks or on other devices measure other means and matrices: give key_means a file, and leave "
+    "noise_shaping out"
+)
+"""What to do if these differ."""
 
 
 MOST_SHOWN = 4096
