@@ -8,16 +8,20 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from benchmarks import splits
 from benchmarks.paths import NANO
+from sglang_diffkv.evaluate import client
 from sglang_diffkv.evaluate.prompts import chat_ids, load_tokenizer
 from sglang_diffkv.evaluate.server import Server
 from sglang_diffkv.srt.models.speculation import CHAIN
 from tests.servers.events import Events
+from tests.servers.hybrid_models import KINDS
+from tests.servers.identity import check_tokens
 from tests.servers.shared import SHALLOW, STRICT, SharedServer, check_idle, stats_of, tokens
 
 pytestmark = pytest.mark.server
@@ -55,6 +59,41 @@ def _load(server: Server, prompts: list[list[int]], new_tokens: int = 280, name:
 
     with ThreadPoolExecutor(len(prompts)) as threads:
         return list(threads.map(ask, range(len(prompts))))
+
+
+TURNS = [tokens(40 + 10 * index, 100 + index) for index in range(4)]
+STATES = ("--chunked-prefill-size", "64", "--max-mamba-cache-size", "12")
+"""Four requests run."""
+
+
+def _answers(server: Server) -> list[list[int]]:
+    """Replies of 120 tokens to ``TURNS``, all at once."""
+    with ThreadPoolExecutor(len(TURNS)) as threads:
+        asked = [threads.submit(_reply, server, prompt, 120, whole=True) for prompt in TURNS]
+        return [x.result()["output_ids"] for x in asked]
+
+
+@pytest.mark.parametrize(
+    ("kind", "args"),
+    [
+        pytest.param(kind, args, marks=() if (kind, args) == ("lfm2", ()) else pytest.mark.full)
+        for kind in KINDS
+        for args in ((), ALONE)
+    ],
+    ids=str,
+)
+def test_a_model_s_states_come_back(
+    kind: str, args: tuple[str, ...], tmp_path: Path, server_of: Callable[..., Server]
+) -> None:
+    """Under overlap scheduling the state is that behind a pass whose results are not out."""
+    hybrid = KINDS[kind](tmp_path)
+    roomy = hybrid.serve(server_of, (*STATES, "--max-total-tokens", "6000", *args), LOSSLESS)
+    expected = [client.ask(roomy.url, prompt, 120, top_logprobs=2) for prompt in TURNS]
+    server = hybrid.serve(server_of, (*STATES, "--max-total-tokens", "360", *TIGHT[2:], *args), LOSSLESS)
+    check_tokens(_answers(server), expected, "retracted", equal=0.5)
+    counts = _check_balanced(server)
+    assert counts["restored"] > 2 * counts["recomputed"] and not counts["no_host_memory"]
+    assert _one_token_passes(server)
 
 
 def _counts(server: Server) -> dict[str, int]:

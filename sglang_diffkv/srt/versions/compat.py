@@ -158,6 +158,30 @@ def tokens_of(req: Any) -> int:
     return len(req.origin_input_ids) + len(req.output_ids)
 
 
+def ends_with(req: Any, token: int) -> bool:
+    """Whether the request would end with ``token`` behind its reply so far."""
+    would = copy.copy(req)
+    would.output_ids = req.output_ids[:]
+    would.output_ids.append(token)
+    would.update_finish_state(1)
+    return bool(would.finished())
+
+
+def sampled_tokens(batch: Any, result: Any) -> Callable[[], list[int]] | None:
+    """The tokens that a decode pass without drafts has sampled for each request of its ``batch``, once somebody asks:
+    that waits for the pass. None for another pass."""
+    if not batch.forward_mode.is_decode() or not batch.spec_algorithm.is_none():
+        return None
+
+    def tokens() -> list[int]:
+        if result.copy_done is not None:
+            result.copy_done.synchronize()
+        found = result.next_token_ids
+        return [int(token) for token in (found.tolist() if hasattr(found, "tolist") else found)]
+
+    return tokens
+
+
 def told_tokens(req: Any) -> int:
     """The same, without tokens behind the request's stop, which its client does not get."""
     stop = req.finished_len
