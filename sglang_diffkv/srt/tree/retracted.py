@@ -22,7 +22,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -252,14 +252,15 @@ class Retracted(Restoring):
         """Inside, SGLang matches the request that it admits next, if there is room."""
         self._admitting = self.of(req)
         try:
-            yield
+            with nullcontext() if self._admitting is None else compat.looked_for(req):
+                yield
         finally:
             self._admitting = None
 
     def match(self, params: Any) -> Any:
         kept, self._admitting = self._admitting, None
         if kept is None or len(params.key) != kept.known:
-            return None  # where it may not find all, its prompt's logprobs are asked for
+            return None
         kept.wanted = None
         apart = kept.space
         found = self._restored(kept, params) if apart is None else self._restored_apart(kept, params, apart)
