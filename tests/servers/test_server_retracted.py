@@ -129,7 +129,7 @@ def test_a_draft_model_finds_what_it_stored(
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("config", [LOSSLESS, COMPRESSED, EXACT], ids=str)
+@pytest.mark.parametrize("config", [LOSSLESS, COMPRESSED], ids=str)
 def test_pages_of_several_tokens(
     config: dict[str, Any], roomy: list[list[int]], server_of: Callable[..., Server]
 ) -> None:
@@ -139,7 +139,6 @@ def test_pages_of_several_tokens(
     assert replies == roomy if config is LOSSLESS else all(replies)
     counts = _check_balanced(server)
     assert counts["restored"] > counts["recomputed"] and counts["tokens_restored"] >= 60 * counts["restored"]
-    assert counts["tokens_restored"] % 16 == 0 or config is not EXACT
 
 
 def _counts(server: Server) -> dict[str, int]:

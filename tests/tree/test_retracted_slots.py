@@ -18,7 +18,7 @@ from tests.tree.test_host_states import HostDraftsMachine, HostStatesMachine, Na
 from tests.tree.test_host_tier import HostMachine
 from tests.tree.test_kept_states import StatesMachine, StateWorld
 from tests.tree.test_prefix_cache import machine_settings, name_of
-from tests.tree.test_retracted import ExactRetractedMachine, RetractedMachine, readmit, retract, retracted_of, run
+from tests.tree.test_retracted import RetractedMachine, readmit, retract, retracted_of, run
 from tests.tree.tree_world import World
 
 
@@ -110,13 +110,9 @@ class PagedRetractedMachine(RetractedMachine):
         return (len(req.tokens) - 1) // self.page_size * self.page_size
 
 
-class PagedExactRetractedMachine(PagedRetractedMachine, ExactRetractedMachine):
-    pass
-
-
 for machine in (
     StatesRetractedMachine, FewStatesMachine, StatesBothMachine, DraftsRetractedMachine, DraftsBothMachine,
-    PagedRetractedMachine, PagedExactRetractedMachine,
+    PagedRetractedMachine,
 ):  # fmt: skip
     machine.TestCase.settings = machine_settings(40)
 TestStatesRetracted = StatesRetractedMachine.TestCase
@@ -125,7 +121,6 @@ TestStatesBoth = StatesBothMachine.TestCase
 TestDraftsRetracted = DraftsRetractedMachine.TestCase
 TestDraftsBoth = DraftsBothMachine.TestCase
 TestPagedRetracted = PagedRetractedMachine.TestCase
-TestPagedExactRetracted = PagedExactRetractedMachine.TestCase
 
 
 # A few situations
@@ -337,10 +332,9 @@ def test_a_draft_model_finds_what_it_has_stored(places: int) -> None:
     assert not world.manager.saved_slots.host.used
 
 
-@pytest.mark.parametrize("exact", [False, True])
 @pytest.mark.parametrize("page_size", [8, 16])
-def test_what_is_behind_the_last_page_is_computed_again(page_size: int, exact: bool) -> None:
-    world = World(900, exact=exact, host_pages=200, page_size=page_size)
+def test_what_is_behind_the_last_page_is_computed_again(page_size: int) -> None:
+    world = World(900, exact=False, host_pages=200, page_size=page_size)
     req = world.prompt(world.tokens(60))
     for _ in range(15):
         world.decode(req)
