@@ -18,6 +18,7 @@ from tests.tree.test_host_states import HostDraftsMachine, HostStatesMachine, Na
 from tests.tree.test_host_tier import HostMachine
 from tests.tree.test_kept_states import StatesMachine, StateWorld
 from tests.tree.test_prefix_cache import machine_settings, name_of
+from tests.tree.test_ranks import RetractedOfRank, RetractedRanksMachine
 from tests.tree.test_retracted import RetractedMachine, readmit, retract, retracted_of, run
 from tests.tree.tree_world import World
 
@@ -110,9 +111,21 @@ class PagedRetractedMachine(RetractedMachine):
         return (len(req.tokens) - 1) // self.page_size * self.page_size
 
 
+class StatesRetractedOfRank(StatesRetractedMachine, RetractedOfRank):
+    """Those of one of several ranks."""
+
+    host_slots = 2
+
+
+class StatesRetractedRanksMachine(RetractedRanksMachine):
+    """All ranks keep a state, or none."""
+
+    kind = StatesRetractedOfRank
+
+
 for machine in (
     StatesRetractedMachine, FewStatesMachine, StatesBothMachine, DraftsRetractedMachine, DraftsBothMachine,
-    PagedRetractedMachine,
+    PagedRetractedMachine, StatesRetractedRanksMachine,
 ):  # fmt: skip
     machine.TestCase.settings = machine_settings(40)
 TestStatesRetracted = StatesRetractedMachine.TestCase
@@ -120,6 +133,7 @@ TestFewStates = FewStatesMachine.TestCase
 TestStatesBoth = StatesBothMachine.TestCase
 TestDraftsRetracted = DraftsRetractedMachine.TestCase
 TestDraftsBoth = DraftsBothMachine.TestCase
+TestStatesRetractedRanks = StatesRetractedRanksMachine.TestCase
 TestPagedRetracted = PagedRetractedMachine.TestCase
 
 
