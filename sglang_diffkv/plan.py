@@ -184,19 +184,22 @@ class MemoryPlan:
     def host_slots(self, geometry: Geometry, slots: int) -> int:
         """Slots for which host memory has room, beside pages: as many for those ``slots`` of the device as for its
         pages."""
-        if self.host_room is None or not self.slot_bytes:
+        if not self.slot_bytes:
             return 0
         beside = slots * self.slot_bytes
         pool = geometry.num_pages * self.fmt.page_bytes + beside
-        return int(self.host_room.bytes_for(pool) * beside // pool // self.slot_bytes)
+        return int(self._host_bytes(geometry, pool) * beside // pool // self.slot_bytes)
 
     def host_pages(self, geometry: Geometry, slots: int = 0) -> int:
         """Pages of all host memory, beside ``host_slots``."""
-        pool = geometry.num_pages * self.fmt.page_bytes
+        pool, beside = geometry.num_pages * self.fmt.page_bytes, slots * self.slot_bytes
+        return self._host_bytes(geometry, pool + beside) * pool // (pool + beside) // self.fmt.page_bytes
+
+    def _host_bytes(self, geometry: Geometry, pool: int) -> int:
+        """Of host memory, beside so many bytes of the device, of pages and what goes to the host with them."""
         if self.host_room is not None:
-            beside = slots * self.slot_bytes
-            return self.host_room.bytes_for(pool + beside) * pool // (pool + beside) // self.fmt.page_bytes
-        return self.retracted_pages(geometry) if self.keeps_retracted else 0
+            return self.host_room.bytes_for(pool)
+        return self.retracted_pages(geometry) * self.fmt.page_bytes if self.keeps_retracted else 0
 
     def retracted_pages(self, geometry: Geometry) -> int:
         """Pages of host memory for retracted requests, where they are kept."""
@@ -236,7 +239,7 @@ class MemoryPlan:
         host_pages, page_bytes = self.host_pages(geometry), self.fmt.page_bytes
         staged = staging_pages(self.fmt, geometry.num_pages) if self.gpu and host_pages else 0
         staged = staged * page_bytes * (1 if self.host_room is None else 2)
-        if self.gpu and self.host_room is not None and self.slot_bytes:
+        if self.gpu and host_pages and self.slot_bytes:
             staged += 2 * staged_slots(self.slot_bytes) * self.slot_bytes
         if self.gpu and self.transfers:
             staged += staging_pages(self.fmt, geometry.num_pages) * page_bytes

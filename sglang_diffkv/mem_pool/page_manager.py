@@ -56,7 +56,7 @@ class PageManager:
             longest_path: of trees of drafts, those that a pass accepts at most; 0 for chains, of which it may be all.
         host_pages: pages of host memory for retracted requests and evicted prefixes. keeps_retracted: whether the
             former go there. write_policy: when the latter do (SGLang's name of it); empty if they do not. host_slots:
-            states, or tokens of a draft model, that host memory has room for beside the latter (``keep_slots``).
+            states, or tokens of a draft model, that host memory has room for beside the pages (``keep_slots``).
         high_rows: whether requests may keep all tokens in the high tier. Not where they hold budgets. most_window: the
             largest window that a request may have for itself; 0: all have the policy's.
         transfer_blocks: blocks of host memory for rows that go to another server, or come from one; 0: none do.
@@ -114,6 +114,7 @@ class PageManager:
             self.saved = SavedRows(*parts, host_pages, in_parts=bool(write_policy))
             self.saved_segments = SavedSegments(self.device, self.saved) if write_policy else None
         self.saved_slots: SlotStore | None = None
+        self.slots_by_token = False
         self.host_slots = host_slots
         self.transfer: RowTransfer | None = None
         if transfer_blocks:
@@ -128,11 +129,11 @@ class PageManager:
 
     def keep_slots(self, buffers: Sequence[torch.Tensor], count: int, *, by_token: bool = False) -> None:
         """Host memory has room for ``count`` slots of ``buffers`` ([layers, slots, ...] each), which go there beside
-        the pages of evicted prefixes; as many on all ranks. ``by_token``: the slot of each token goes with its
-        segment."""
-        assert self.saved_segments is not None
-        self.saved_slots = SlotStore(self.device, buffers, count, self.ranks)
-        if by_token:
+        pages; as many on all ranks. ``by_token``: the slot of each token goes with its page."""
+        assert self.saved is not None
+        self.slots_by_token = by_token
+        self.saved_slots = SlotStore(self.device, buffers, count, self.ranks, in_parts=bool(self.write_policy))
+        if by_token and self.saved_segments is not None:
             self.saved_segments.drafts = self.saved_slots
 
     def _running_budgets(self, q_heads: int) -> RunningCompression | None:

@@ -1,5 +1,5 @@
 """What buffers of the device hold by slot, in host memory: states of layers that do not attend, and the keys and values
-of a draft model.
+of a draft model. Of prefixes, and of retracted requests beside them (``SlotStore.guest``).
 
 A slot's numbers are opaque here. They are gathered to a staging buffer and copied out beside the passes, and back in
 order with them. Nothing waits for the device.
@@ -7,8 +7,9 @@ order with them. Nothing waits for the device.
 
 from __future__ import annotations
 
+import copy
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -73,27 +74,43 @@ class SlotStore:
     """Copies slots to host memory and back.
 
     Args:
-        buffers: of the device, [layers, slots, ...] each. count: of slots for which the host has memory.
+        buffers: of the device, [layers, slots, ...] each. count: of slots for which the host has memory. in_parts: it
+            is pinned as it is taken, and not at the start.
 
     Attributes:
         held: what is saved. bytes_out, bytes_in: copied so far, to the host and back.
     """
 
-    def __init__(self, device: PageDevice, buffers: Sequence[torch.Tensor], count: int, ranks: Ranks):
+    def __init__(
+        self, device: PageDevice, buffers: Sequence[torch.Tensor], count: int, ranks: Ranks, *, in_parts: bool = True
+    ):
         self.device, self.ranks = device, ranks
         self.buffers = [buffer for buffer in buffers if buffer.numel()]
         self.slot_bytes, on_gpu = slot_bytes(self.buffers), device.state.pages.is_cuda
-        self.host = HostPages(count, self.slot_bytes, pinned=on_gpu, in_parts=True)
-        if on_gpu and not ranks.alone:
+        self.host = HostPages(count, self.slot_bytes, pinned=on_gpu, in_parts=in_parts)
+        if on_gpu and in_parts and not ranks.alone:
             self.host.pin_now(lambda slots: int(ranks.least(np.array([slots]))[0]))
         self.held: set[SavedSlots] = set()
         self.bytes_out = self.bytes_in = 0
+        self._guest: SlotStore | None = None
+        self._make_room: Callable[[int], None] | None = None
         self._leaving: dict[SavedSlots, Leaving] = {}
         self._out: torch.Tensor | None = None
         self._in: torch.Tensor | None = None
         if on_gpu:
             size = (staged_slots(self.slot_bytes), self.slot_bytes)
             self._out, self._in = (torch.empty(size, dtype=torch.uint8, device=device.state.device) for _ in range(2))
+
+    def guest(self) -> SlotStore:
+        """Another store in the same memory, which holds slots of its own."""
+        if self._guest is None:
+            self._guest = copy.copy(self)
+            self._guest.held, self._guest._leaving = set(), {}
+        return self._guest
+
+    def share_memory(self, make_room: Callable[[int], None]) -> None:
+        """``make_room`` has this store give back slots until so many are free for its guest, as far as possible."""
+        self.guest()._make_room = make_room
 
     @property
     def staging_bytes(self) -> int:
@@ -102,8 +119,8 @@ class SlotStore:
 
     @property
     def bytes_held(self) -> int:
-        """Of host memory that somebody has."""
-        return self.host.used * self.slot_bytes
+        """Of host memory, without what a guest holds."""
+        return sum(saved.count for saved in self.held) * self.slot_bytes
 
     @property
     def bytes_most(self) -> int:
@@ -119,8 +136,17 @@ class SlotStore:
             self._leaving[saved] = Leaving(slots, self.device.launch_beside(lambda: self.copy_out(saved, slots)))
         return saved
 
+    def save_now(self, slots: torch.Tensor) -> SavedSlots | None:
+        """As ``save``. What is launched from now on comes behind the copy: it may write to the slots, and restore."""
+        saved = self.take(len(slots))
+        if saved is not None:
+            self.device.join(self.device.launch_beside(lambda: self.copy_out(saved, slots)))
+        return saved
+
     def take(self, count: int) -> SavedSlots | None:
         """Host memory for so many slots, whose copy the caller launches; None if there is none."""
+        if self._make_room is not None and count > self.host.free:
+            self._make_room(count)
         runs = self.host.take(count)
         if runs is None:
             return None
@@ -201,7 +227,8 @@ class SlotStore:
 
     def check_integrity(self) -> None:
         """Raise AssertionError unless each host slot is free, or of one that is saved."""
-        self.host.check_integrity([run for saved in self.held for run in saved.runs])
+        others = set() if self._guest is None else self._guest.held
+        self.host.check_integrity([run for saved in (*self.held, *others) for run in saved.runs])
         assert self._leaving.keys() <= self.held, "slots that nobody holds are on their way"
 
 

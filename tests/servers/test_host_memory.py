@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 from contextlib import nullcontext
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -107,6 +108,19 @@ def test_host_memory_is_shared_by_pages_and_states_as_the_device_s_is(size: int)
     assert whole - page - plan.slot_bytes < pages * page + states * plan.slot_bytes <= whole
     assert abs(states / slots - pages / geometry.num_pages) < 0.1
     assert plan.host_slots(geometry, 0) == 0 and plan.host_pages(geometry) * page <= tier.bytes_for(pool)
+
+
+def test_host_memory_of_retracted_requests_is_shared_as_the_device_s_is() -> None:
+    """``host_gib`` is for pages and states together."""
+    config = load_config('{"tiers": ["K8V8"], "host_gib": 0.5}')
+    fmt = config.page_format(64, 64, 1000)
+    plan = MemoryPlan(config, fmt, 2, 2, 4, gpu=False, keeps_retracted=True, slot_bytes=3 << 20)
+    geometry, slots, page = plan.geometry(100_000, 10, 1000), 4, fmt.page_bytes
+    pages, states = plan.host_pages(geometry, slots), plan.host_slots(geometry, slots)
+    whole = 1 << 29
+    assert whole - 2 * page - plan.slot_bytes < pages * page + states * plan.slot_bytes <= whole
+    assert states > slots and abs(states - slots * pages / geometry.num_pages) < 1.01
+    assert replace(plan, keeps_retracted=False).host_slots(geometry, slots) == 0
 
 
 @pytest.mark.parametrize(

@@ -8,16 +8,21 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from benchmarks import splits
 from benchmarks.paths import NANO
+from benchmarks.quality.random_drafts import model_drafts
+from sglang_diffkv.evaluate import client
 from sglang_diffkv.evaluate.prompts import chat_ids, load_tokenizer
 from sglang_diffkv.evaluate.server import Server
 from sglang_diffkv.srt.models.speculation import CHAIN
 from tests.servers.events import Events
+from tests.servers.hybrid_models import KINDS
+from tests.servers.identity import check_tokens
 from tests.servers.shared import SHALLOW, STRICT, SharedServer, check_idle, stats_of, tokens
 
 pytestmark = pytest.mark.server
@@ -32,7 +37,7 @@ NGRAMS = ("--speculative-algorithm", "NGRAM", "--speculative-num-draft-tokens", 
 CHUNKED, ALONE = ("--chunked-prefill-size", "64"), ("--disable-overlap-schedule",)
 
 
-def _reply(server: Server, prompt: list[int], new_tokens: int, *, whole: bool = False, **named: str) -> Any:
+def _reply(server: Server, prompt: list[int], new_tokens: int, *, whole: bool = False, **named: Any) -> Any:
     least = {"min_new_tokens": new_tokens} if whole else {}
     parameters = {"temperature": 0, "max_new_tokens": new_tokens, **least}
     return server.generate({"input_ids": prompt, "sampling_params": parameters, **named})
@@ -55,6 +60,85 @@ def _load(server: Server, prompts: list[list[int]], new_tokens: int = 280, name:
 
     with ThreadPoolExecutor(len(prompts)) as threads:
         return list(threads.map(ask, range(len(prompts))))
+
+
+TURNS = [tokens(40 + 10 * index, 100 + index) for index in range(4)]
+STATES = ("--chunked-prefill-size", "64", "--max-mamba-cache-size", "12")
+"""Four requests run."""
+
+
+def _answers(server: Server) -> list[list[int]]:
+    """Replies of 120 tokens to ``TURNS``, all at once."""
+    with ThreadPoolExecutor(len(TURNS)) as threads:
+        asked = [threads.submit(_reply, server, prompt, 120, whole=True) for prompt in TURNS]
+        return [x.result()["output_ids"] for x in asked]
+
+
+@pytest.mark.parametrize(
+    ("kind", "args"),
+    [
+        pytest.param(kind, args, marks=() if (kind, args) == ("lfm2", ()) else pytest.mark.full)
+        for kind in KINDS
+        for args in ((), ALONE)
+    ],
+    ids=str,
+)
+def test_a_model_s_states_come_back(
+    kind: str, args: tuple[str, ...], tmp_path: Path, server_of: Callable[..., Server]
+) -> None:
+    """Under overlap scheduling the state is that behind a pass whose results are not out."""
+    hybrid = KINDS[kind](tmp_path)
+    roomy = hybrid.serve(server_of, (*STATES, "--max-total-tokens", "6000", *args), LOSSLESS)
+    expected = [client.ask(roomy.url, prompt, 120, top_logprobs=2) for prompt in TURNS]
+    server = hybrid.serve(server_of, (*STATES, "--max-total-tokens", "360", *TIGHT[2:], *args), LOSSLESS)
+    check_tokens(_answers(server), expected, "retracted", equal=0.5)
+    counts = _check_balanced(server)
+    assert counts["restored"] > 2 * counts["recomputed"] and not counts["no_host_memory"]
+    assert _one_token_passes(server)
+
+
+def _passes(server: Server) -> tuple[list[list[int]], int]:
+    """Replies of 180 tokens to four questions at once, and passes that verified drafts for them."""
+
+    def ask(index: int) -> Any:
+        time.sleep(0.1 * index)
+        return _reply(server, questions[index], 180, whole=True)
+
+    questions = _questions(4)
+    with ThreadPoolExecutor(4) as threads:
+        replies = list(threads.map(ask, range(4)))
+    return [x["output_ids"] for x in replies], sum(x["meta_info"]["spec_verify_ct"] for x in replies)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("branches", [1, 3])
+@pytest.mark.parametrize("overlap", [(), ALONE], ids=["overlap", "alone"])
+def test_a_draft_model_finds_what_it_stored(
+    branches: int, overlap: tuple[str, ...], server_of: Callable[..., Server]
+) -> None:
+    """A model that drafts for itself is right nearly always, unless it has lost what it stored."""
+    drafts = (*model_drafts("STANDALONE", NANO, branches=branches, drafts=4 if branches == 1 else 8), *overlap)
+    usual, passes = _passes(server_of("diffkv", ("--max-total-tokens", "16384", *drafts), config=LOSSLESS, env=STRICT))
+    server = server_of("diffkv", (*TIGHT, *drafts), config=LOSSLESS, env=STRICT)
+    replies, found = _passes(server)
+    assert replies == usual
+    counts = _check_balanced(server)
+    assert counts["restored"] and not counts["no_host_memory"] and _one_token_passes(server)
+    assert passes < 0.4 * 4 * 180, "a model that drafts for itself is often wrong"
+    assert found <= passes + 2 * counts["restored"], "drafts are worse once a request has come back"
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("config", [LOSSLESS, COMPRESSED], ids=str)
+def test_pages_of_several_tokens(
+    config: dict[str, Any], roomy: list[list[int]], server_of: Callable[..., Server]
+) -> None:
+    """What is behind the last of them is computed again."""
+    server = server_of("diffkv", (*TIGHT, "--page-size", "16"), config=config, env=STRICT)
+    replies = _load(server, _questions(4), 180)
+    assert replies == roomy if config is LOSSLESS else all(replies)
+    counts = _check_balanced(server)
+    assert counts["restored"] > counts["recomputed"] and counts["tokens_restored"] >= 60 * counts["restored"]
 
 
 def _counts(server: Server) -> dict[str, int]:
@@ -229,18 +313,29 @@ def test_new_weights_get_nothing_of_old_ones(server: Server) -> None:
     assert server.log_text().count("retracted requests are computed again until the cache is flushed") == 1
 
 
-def test_logprobs_are_computed_again(server: Server) -> None:
-    """SGLang looks for no generated tokens of a request that wants their logprobs."""
-    before = _counts(server)
-    parameters = {"temperature": 0, "max_new_tokens": 200, "min_new_tokens": 200}
+@pytest.mark.parametrize("prompt", [False, True], ids=["", "of the prompt too"])
+def test_logprobs_are_neither_lost_nor_doubled(prompt: bool, server_of: Callable[..., Server]) -> None:
+    """Those of a roomy pool, whichever a client asks for."""
+    asked = {"return_logprob": True, "top_logprobs_num": 2, **({"logprob_start_len": 20} if prompt else {})}
+    prompts = [tokens(120, seed) for seed in range(10, 14)]
 
-    def ask(seed: int) -> int:
-        asked = {"input_ids": tokens(120, seed), "sampling_params": parameters, "return_logprob": True}
-        return len(server.generate(asked)["meta_info"]["output_token_logprobs"])
+    def ask(server: Server, ids: list[int]) -> Any:
+        return _reply(server, ids, 200, whole=True, **asked)["meta_info"]
 
+    roomy = server_of("diffkv", ("--max-total-tokens", "8192", *SHALLOW), config=LOSSLESS, env=STRICT)
+    usual = [ask(roomy, ids) for ids in prompts]
+    server = server_of("diffkv", ("--max-total-tokens", "480", *TIGHT[2:], *SHALLOW), config=LOSSLESS, env=STRICT)
     with ThreadPoolExecutor(4) as threads:
-        assert list(threads.map(ask, range(10, 14))) == [200] * 4
-    assert _check_balanced(server)["kept"] == before["kept"]
+        found = list(threads.map(lambda ids: ask(server, ids), prompts))
+    for one, other in zip(found, usual, strict=True):
+        for name in ("input_token_logprobs", "output_token_logprobs", "input_top_logprobs", "output_top_logprobs"):
+            assert len(one[name]) == len(other[name]), name
+            assert [x[1] for x in one[name] if "top" not in name] == [x[1] for x in other[name] if "top" not in name]
+        values = [[x[0] for x in side["output_token_logprobs"]] for side in (one, other)]
+        assert values[0] == pytest.approx(values[1], abs=0.3)
+        assert len(one["input_token_logprobs"]) == (100 if prompt else 0)
+    counts = _check_balanced(server)
+    assert counts["restored"] > counts["recomputed"] and _one_token_passes(server)
 
 
 @pytest.mark.full

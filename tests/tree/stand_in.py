@@ -16,6 +16,10 @@ from sglang_diffkv.srt.versions.compat import installed
 V17, V23 = installed().row_on_request, installed().request_extents
 
 
+END = 9
+"""A token behind which no reply goes on."""
+
+
 class Fields(SimpleNamespace):
     """Some fields of a request. As SGLang's it is equal to itself alone."""
 
@@ -61,7 +65,7 @@ class StandIn:
         self.sampling_params = SimpleNamespace(max_new_tokens=250, ignore_eos=False)
         self.extend_range = SimpleNamespace(end=end)
         self.prefix_len = len(match)
-        self.prefilling, self.ended = True, False
+        self.prefilling, self.ended, self.is_retracted = True, False, False
         self.diffkv_branch = match.diffkv_branch
         self.last_node, self.lock, self.prefix_indices = match.node, match.lock, match.kv_slots.long()
         self.kv: Any = self if V17 else SimpleNamespace(cache_inserted_len=0, swa_evict_floor=0)
@@ -77,6 +81,9 @@ class StandIn:
 
     def get_fill_ids(self) -> array:
         return self.tokens[: self.extend_range.end]
+
+    def update_finish_state(self, new_tokens: int) -> None:
+        self.ended = self.output_ids[-1] == END
 
     def finished(self) -> bool:
         return self.ended

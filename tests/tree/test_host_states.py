@@ -32,7 +32,7 @@ from tests.tree.test_host_tier import (
     served,
 )
 from tests.tree.test_kept_states import SLOTS, StatesMachine, StateWorld, kept
-from tests.tree.test_prefix_cache import ROWS, machine_settings, name_of
+from tests.tree.test_prefix_cache import ROWS, TreeMachine, machine_settings, name_of
 from tests.tree.test_ranks import HostRanksMachine, PrefixesOfRank
 from tests.tree.tree_world import World
 
@@ -190,22 +190,21 @@ class StatesRanksMachine(HostRanksMachine):
         self.each(lambda machine: machine.lose_and_go_on(which=which, length=length, more=more, pages=pages))
 
 
-class HostDraftsMachine(PrefixesMachine):
+class NamedDrafts(TreeMachine):
     """Requests of a server with a draft model, which has a number of each token in its KV slot."""
 
-    write_policy = WRITE_THROUGH
-    host_slots = 150
+    host_slots: int
 
     def make_pool(self) -> ReqToTokenPool:
         pool = super().make_pool()
-        self.names = torch.zeros(1, KV_SLOTS, 1, dtype=torch.int64)
-        self.manager.keep_slots([self.names], self.host_slots, by_token=True)
+        self.stored = torch.zeros(1, KV_SLOTS, 1, dtype=torch.int64)
+        self.manager.keep_slots([self.stored], self.host_slots, by_token=True)
         return pool
 
     def _write(self, req: Any, start: int, end: int) -> None:
         super()._write(req, start, end)
         kv_slots = self.pool.req_to_token[req.kv.req_pool_idx, start:end].long()
-        self.names[0, kv_slots, 0] = torch.tensor([name_of(req.tokens[: at + 1]) for at in range(start, end)]).long()
+        self.stored[0, kv_slots, 0] = torch.tensor([name_of(req.tokens[: at + 1]) for at in range(start, end)]).long()
 
     @invariant()
     def a_draft_model_finds_what_it_stored(self) -> None:
@@ -213,7 +212,14 @@ class HostDraftsMachine(PrefixesMachine):
             row = req.kv.req_pool_idx
             kv_slots = self.pool.req_to_token[row, : self.manager.rows.length(row)].long()
             expected = [int(name_of(req.tokens[: at + 1])) for at in range(len(kv_slots))]
-            assert self.names[0, kv_slots, 0].tolist() == expected, "a draft model reads another token's key"
+            assert self.stored[0, kv_slots, 0].tolist() == expected, "a draft model reads another token's key"
+
+
+class HostDraftsMachine(NamedDrafts, PrefixesMachine):
+    """The same, whose prefixes the tree loses and gets back."""
+
+    write_policy = WRITE_THROUGH
+    host_slots = 150
 
 
 class SmallDraftsMachine(HostDraftsMachine):

@@ -162,5 +162,5 @@ def test_results_come_before_what_follows_their_pass(monkeypatch: pytest.MonkeyP
         order.append("results sent")
 
     run_batch(passes, scheduler, batch)
-    process_batch_result(sends, scheduler, batch)
+    process_batch_result(sends, scheduler, batch, None)
     assert order == ["results on their way", "end_prompts", "results sent", "publish"]

@@ -417,9 +417,16 @@ def test_the_host_s_memory_may_be_full(caplog: pytest.LogCaptureFixture) -> None
         ("{}", {"tp_size": 2, "device": "cuda"}, None, "several ranks"),
         ("{}", {"speculative_algorithm": "NGRAM"}, None, ""),
         ("{}", {"speculative_algorithm": "NGRAM", "device": "cuda"}, None, "with drafts"),
-        ("{}", {"speculative_algorithm": "EAGLE"}, None, "a draft model"),
+        ("{}", {"speculative_algorithm": "EAGLE"}, None, ""),
+        ("{}", {"speculative_algorithm": "EAGLE", "device": "cuda"}, None, "with drafts"),
         ("{}", {"SGLANG_RADIX_FORCE_MISS": "1"}, None, "SGLANG_RADIX_FORCE_MISS"),
-        ("{}", {}, "mamba", "states"),
+        ("{}", {}, "mamba", ""),
+        ("{}", {"device": "cuda"}, "mamba", "with states"),
+        ("{}", {"device": "cuda", "SGLANG_DIFFKV_UNTRIED": "1"}, "mamba", ""),
+        ("{}", {"speculative_algorithm": "NEXTN"}, "mamba", "states behind accepted drafts"),
+        ("{}", {}, SimpleNamespace(short_conv_layer_ids=[1]), "short convolutions"),
+        ("{}", {"page_size": 16}, None, ""),
+        ("{}", {"page_size": 16, "device": "cuda"}, None, "with --page-size"),
         ("{}", {"strip_thinking_cache": True}, None, "--strip-thinking-cache"),
         ("{}", {"kv_canary": "log"}, None, "--kv-canary"),
         ('{"tiers": ["K8V4"], "policy": {"name": "zipage", "max_blocks": 8}}', {}, None, "the policy"),
@@ -479,10 +486,18 @@ class RetractedMachine(TreeMachine):
         before = self.retracted.of(req)
         self.retracted.keep(req)
         kept = self.retracted.of(req)
-        assert kept is None or kept.saved.hi == len(req.tokens) - 1
+        assert kept is None or kept.saved.hi == self.kept_length(req)
         assert kept is before or not req.prefilling, "a part of a prompt is kept"
         self._leave(req, insert=False)
         self.waiting.append(req)
+        self.results(req)
+
+    def kept_length(self, req: Any) -> int:
+        """Tokens that are kept of a request which is retracted now."""
+        return len(req.tokens) - 1
+
+    def results(self, req: Any) -> None:
+        """Of the pass that was on its way when the request was retracted."""
 
     @precondition(lambda self: self.waiting and len(self.running) < ROWS)
     @rule(which=st.integers(0, 7))

@@ -343,12 +343,12 @@ INCOMPLETE = (
 )
 
 
-def process_batch_result(original: Any, self: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
+def process_batch_result(original: Any, self: Any, batch: Any, result: Any, *args: Any, **kwargs: Any) -> Any:
     """Before results go out, end the requests that lost tokens to an empty ring; check all structures if asked. Behind
     them, see what the requests that left make possible."""
     requests = requests_of(self)
     if requests is None:
-        return original(self, batch, *args, **kwargs)
+        return original(self, batch, result, *args, **kwargs)
     if not batch.forward_mode.is_idle():
         for req in requests.step_ended(batch.reqs):
             compat.finish_with_error(req, INCOMPLETE)
@@ -357,8 +357,9 @@ def process_batch_result(original: Any, self: Any, batch: Any, *args: Any, **kwa
         _check_sometimes(requests)
     manager = requests.manager
     verified = bool(manager.drafts) and batch.forward_mode.is_decode()
-    with manager.rows.looking_at(manager.most_accepted if verified else 0), requests.tree.inserting_later():
-        result = original(self, batch, *args, **kwargs)
+    awaited = requests.retracted.results_come(batch.reqs, compat.sampled_tokens(batch, result))
+    with manager.rows.looking_at(manager.most_accepted if verified else 0), requests.tree.inserting_later(), awaited:
+        returned = original(self, batch, result, *args, **kwargs)
     if verified:
         requests.verified(batch.reqs)
     requests.after_step(batch.reqs, self.running_batch.reqs)
@@ -366,7 +367,7 @@ def process_batch_result(original: Any, self: Any, batch: Any, *args: Any, **kwa
     # SGLang by itself looks at its queue again only when a request ends.
     if self.running_batch.batch_is_full and requests.room_for_refused(self):
         self.running_batch.batch_is_full = False
-    return result
+    return returned
 
 
 _STEPS = itertools.count(1)

@@ -21,7 +21,7 @@ from sglang_diffkv.layout.geometry import Geometry
 from sglang_diffkv.mem_pool.footprint import MIB
 from sglang_diffkv.mem_pool.ledger import PageLedger
 from sglang_diffkv.mem_pool.page_manager import PageManager
-from sglang_diffkv.plan import MemoryPlan
+from sglang_diffkv.plan import SLOTS_A_REQUEST, MemoryPlan
 from sglang_diffkv.policies.base import AcrossLayers, Policy
 from sglang_diffkv.policies.diffkv import DiffKVPolicy
 from sglang_diffkv.srt.backend import DiffKVAttnBackend
@@ -155,6 +155,8 @@ def build_allocator(configurator: Any, pool: DiffKVPool, rows: Any) -> DiffKVAll
     ranks.require_equal("capacity, pages, heads, rows or table blocks (set --max-total-tokens)", sizes)
     policy = plan.policy(ranks.rank, ranks.size)
     slots = rows.mamba_pool.size if has_states(rows) else 0
+    if plan.host_room is None:  # of a running request pages and one state go to the host
+        slots = -(-slots // SLOTS_A_REQUEST)
     if plan.draft_bytes:
         slots = plan.kv_slots(policy, geometry, pool.size)
     if isinstance(policy.prompt, AcrossLayers):
@@ -179,7 +181,7 @@ def build_allocator(configurator: Any, pool: DiffKVPool, rows: Any) -> DiffKVAll
         transfer_blocks=disaggregation.transfer_blocks(configurator.server_args, geometry),
         kept_pages=plan.retracted_pages(geometry),
     )
-    if has_states(rows) and manager.saved_segments is not None:
+    if has_states(rows) and manager.saved is not None:
         manager.keep_slots(state_buffers(rows), manager.host_slots)
     if manager.running is not None and pool.size < manager.running.least_capacity:
         raise UnsupportedError(

@@ -7,6 +7,7 @@ pages finds what the draft model stored of it. The slot of a rejected draft is w
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import torch
@@ -17,6 +18,8 @@ from sglang_diffkv.srt.models.speculation import draft_worker, drafts_by_model, 
 from sglang_diffkv.srt.scheduling.allocator import SERVED, requests_of
 from sglang_diffkv.srt.versions import compat
 from sglang_diffkv.srt.versions.selection import BACKEND, is_selected
+
+logger = logging.getLogger(__name__)
 
 BACKENDS = {"cuda": "triton", "cpu": "torch_native"}
 """Attention backend of the draft model where none is given."""
@@ -65,15 +68,23 @@ def check_pool(pool: Any) -> None:
 
 
 def keep_on_host(pool: Any) -> None:
-    """With host memory for prefixes, what the draft model's ``pool`` has of them goes there too.
+    """With host memory for prefixes or retracted requests, what the draft model's ``pool`` has of them goes there too.
+    Retracted requests are computed again with a pool of another kind than keys and values by KV slot.
 
-    Raises UnsupportedError for a pool of another kind than keys and values by KV slot.
+    Raises UnsupportedError for such a pool with host memory for prefixes.
     """
     manager = SERVED[BACKEND].ledger.manager
-    if manager.saved_segments is None:
+    if manager.saved is None:
         return
     keys, values = (getattr(pool, name, None) for name in ("k_buffer", "v_buffer"))
     if not keys or not values or getattr(pool, "k_scale_buffer", None) is not None:
+        if manager.saved_segments is None:
+            logger.warning(
+                "DiffKV: retracted requests are computed again: SGLang built a %s for the draft model, of which host "
+                "memory has no copies.", type(pool).__name__,
+            )  # fmt: skip
+            manager.keeps_retracted = False
+            return
         raise UnsupportedError(
             f"--attention-backend diffkv: SGLang built a {type(pool).__name__} for the draft model, of which host "
             "memory has no copies. Drop --enable-hierarchical-cache, or use --speculative-algorithm NGRAM."

@@ -92,7 +92,8 @@ def _around(tree: DiffKVPrefixCache, share_min_tokens: int, exact: bool, opened:
         manager.prompts.freeze_from(share_min_tokens, tail, tree.page_size)
     retracted = Restoring()
     if manager.saved is not None and manager.keeps_retracted and manager.transfer is None:
-        retracted = Retracted(tree, manager.saved, alone=keeps_prompts)
+        slots = None if manager.saved_slots is None else manager.saved_slots.guest()
+        retracted = Retracted(tree, manager.saved, alone=keeps_prompts, slots=slots, by_token=manager.slots_by_token)
     given = zip(PARTS, opened or [None] * len(PARTS), strict=True)
     sources = [part.source(tree, share_min_tokens, found) for part, found in given]
     refs = SessionRefs(tree) if tree.enable_session_radix_cache or keeps else None

@@ -140,6 +140,10 @@ class HostTier(PrefixSource):
         self._restoring: set[SavedSegment | SavedSlots] = set()
         self.disk = NoDisk()
         saved.rows.share_memory(self._make_room, saved.runs)
+        if states is not None:
+            states.share_memory(self._make_state_room)
+        elif saved.drafts is not None:
+            saved.drafts.share_memory(lambda tokens: self._make_room(0, tokens))
 
     def store_in(self, stored: StoredSegments, prefetch: Prefetch) -> None:
         """What the host has is written to a store from now on, and found there."""
@@ -333,12 +337,20 @@ class HostTier(PrefixSource):
     def _state_room(self) -> bool:
         """Have host memory for one more state, at the cost of another one. False if that is not possible."""
         assert self.states is not None
-        if self.states.host.free:
-            return True
+        return self.states.host.free > 0 or self._forget_state()
+
+    def _forget_state(self) -> bool:
+        """Give back the host memory of one state. False if there is none that may go."""
         stated = [x for x in self.index.nodes() if x.state is not None and x.state not in self._restoring]
         if stated:
             self.index.drop_state(min(stated, key=lambda x: (self._priority(x), x.number)))
         return bool(stated)
+
+    def _make_state_room(self, count: int) -> None:
+        """Forget states until there is host memory for so many, as far as possible."""
+        assert self.states is not None
+        while self.states.host.free < count and self._forget_state():
+            pass
 
     def _drop_state(self, state: SavedSlots) -> None:
         assert self.states is not None

@@ -212,6 +212,12 @@ class Restoring(PrefixSource):
         """High-tier tokens for which a request waits to be restored; None if it does not."""
         return None
 
+    @contextmanager
+    def results_come(self, reqs: Sequence[Any], tokens: Callable[[], Sequence[int]] | None) -> Iterator[None]:
+        """Inside, SGLang looks at the results of a pass of ``reqs``. ``tokens``: what it sampled for each of them; None
+        behind a pass over prompts."""
+        yield
+
     def reads_alone(self, req: Any) -> bool:
         """Whether the request has matched a restored prefix that no other finds."""
         return False

@@ -6,6 +6,13 @@ a segment of a node of its own. So SGLang's match finds all but its last token, 
 the tree must not offer compressed prompts to others: there the node lies in a namespace that only its request looks
 into, and holds all of it. Where there is no room for the pages the request waits, as long as others run.
 
+Of a model with states a request goes on only from the state behind all tokens of its match. It goes to the host with
+the row, and comes back to the node where the row ends. Under overlap scheduling a pass is on its way that takes the
+state a token further than SGLang knows, so all that this pass stores is kept. Its result is looked at for the retracted
+request too (``results_come``), unless it ends it. What a draft model stores of each token goes and comes with the row.
+
+With ``--page-size`` N the tree takes multiples of N tokens. What is behind the last of these is computed again.
+
 What old weights computed is not brought back under new ones: a change of weights, and a pause that retracts all
 requests, drop all that is kept.
 """
@@ -14,8 +21,8 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,12 +32,14 @@ from sglang.srt.mem_cache.base_prefix_cache import InsertParams, MatchPrefixPara
 
 from sglang_diffkv.config import UNTRIED_ENV, DiffKVConfig
 from sglang_diffkv.mem_pool.saved_rows import Needed, SavedRow, SavedRows
-from sglang_diffkv.srt.models.speculation import algorithm_of, drafts_by_model
+from sglang_diffkv.mem_pool.saved_slots import SavedSlots, SlotStore
+from sglang_diffkv.srt.models.speculation import algorithm_of
 from sglang_diffkv.srt.tree.old_weights import OldWeights
 from sglang_diffkv.srt.tree.parts import Restoring
 from sglang_diffkv.srt.tree.prefix_cache import DiffKVPrefixCache
 from sglang_diffkv.srt.tree.private_space import PrivateSpace, in_space
 from sglang_diffkv.srt.versions import compat
+from sglang_diffkv.srt.versions import states as compat_states
 
 logger = logging.getLogger(__name__)
 
@@ -47,18 +56,24 @@ def why_recomputed(configurator: Any, config: DiffKVConfig) -> str:
         return "SGLANG_RADIX_FORCE_MISS keeps requests from finding anything in the prefix cache"
     if args.tp_size > 1 and compat.untried_on_a_gpu(getattr(args, "device", None), "", ""):
         return f"with several ranks they were not seen to come back on a GPU; {UNTRIED_ENV}=1 lets you try"
-    if configurator.mambaish_config is not None:
-        return "states of layers that do not attend are not kept with them"
-    if drafts_by_model(args):
-        return "what a draft model stores is not kept with them"
-    if algorithm_of(args) and compat.untried_on_a_gpu(getattr(args, "device", None), "", ""):
-        return f"with drafts they were not seen to come back on a GPU; {UNTRIED_ENV}=1 lets you try"
+    hybrid = configurator.mambaish_config
+    page_size = compat.tree_page_size(getattr(configurator, "arguments", None) or configurator.server_args)
+    if hybrid is not None and algorithm_of(args):
+        return "states behind accepted drafts are not kept with them"
+    if getattr(hybrid, "short_conv_layer_ids", None):
+        return "the model has short convolutions and n-grams beside its states, which would have to come back too"
+    untried = {
+        "with states": hybrid is not None,
+        "with drafts": bool(algorithm_of(args)),
+        "with --page-size": page_size > 1,
+    }
+    for what in (what for what, is_so in untried.items() if is_so):
+        if compat.untried_on_a_gpu(getattr(args, "device", None), "", ""):
+            return f"{what} they were not seen to come back on a GPU; {UNTRIED_ENV}=1 lets you try"
     if getattr(args, "strip_thinking_cache", False):
         return "--strip-thinking-cache keeps what they have generated out of the prefix cache"
     if getattr(args, "kv_canary", "none") != "none":
         return "--kv-canary would have to know their tokens again"
-    if compat.tree_page_size(getattr(configurator, "arguments", None) or configurator.server_args) > 1:
-        return "they end anywhere, and the prefix cache takes multiples of --page-size"
     if config.build_policy().running is not None:
         return "the policy compresses running requests in pages of their own"
     return ""
@@ -88,6 +103,9 @@ class Kept:
     """A retracted request and what is kept of it.
 
     Attributes:
+        known: tokens behind which it goes on, of which ``saved`` has the first ones, as many as the tree takes. slots:
+            its state, or what a draft model stores of each token that ``saved`` has.
+        awaited: whether the last of them is known once the results of a pass are out.
         space: the namespace of its node in the tree, None for that of its prompt. place: where its pages are, once
             restored.
         restored: tokens that the last restoration brought back. wanted: high-tier tokens for which it waits; None if it
@@ -97,6 +115,9 @@ class Kept:
     req: Any
     saved: SavedRow
     space: PrivateSpace | None
+    known: int
+    slots: SavedSlots | None = None
+    awaited: bool = False
     place: Place | None = None
     restored: int = 0
     wanted: float | None = None
@@ -114,7 +135,8 @@ class Retracted(Restoring):
     Requests are keys here, and not their ids: clients choose ids, so two requests may have the same.
 
     Args:
-        alone: whether a request is restored where no other finds it.
+        alone: whether a request is restored where no other finds it. slots: where states are kept, or what a draft
+            model stores; None if there is neither. by_token: whether it is the latter.
 
     Attributes:
         expected: row and tokens that each running request is expected to generate yet.
@@ -122,8 +144,17 @@ class Retracted(Restoring):
         counts: by ``COUNTS``.
     """
 
-    def __init__(self, tree: DiffKVPrefixCache, saved: SavedRows, *, alone: bool):
-        self.tree, self.saved, self.alone = tree, saved, alone
+    def __init__(
+        self,
+        tree: DiffKVPrefixCache,
+        saved: SavedRows,
+        *,
+        alone: bool,
+        slots: SlotStore | None = None,
+        by_token: bool = False,
+    ):
+        self.tree, self.saved, self.alone, self.slots = tree, saved, alone, slots
+        self.by_token, self.states = by_token, slots is not None and not by_token
         self.manager, self.ledger = tree.manager, tree.ledger
         self.expected: Callable[[], Iterable[tuple[int | None, float]]] = lambda: ()
         self.kept: dict[Any, Kept] = {}
@@ -158,7 +189,19 @@ class Retracted(Restoring):
         if row not in rows or rows.in_prompt(row) or rows.length(row) < known or row in self.manager.counts.faulted:
             return
         self.forget(req)
-        saved = self.saved.save(row, known)
+        length = rows.length(row)
+        awaited = self.states and length > known
+        if awaited and (length != known + 1 or not compat_states.takes_result(req)):
+            return
+        known += awaited
+        hi = known // self.tree.page_size * self.tree.page_size
+        if not hi:
+            return
+        saved = self.saved.save(row, hi)
+        slots = None if saved is None else self._save_slots(req, row, hi)
+        if saved is not None and slots is None and self.slots is not None:
+            self.saved.drop(saved)
+            saved = None
         if saved is None:
             if not self.counts["no_host_memory"]:
                 logger.warning(
@@ -167,8 +210,40 @@ class Retracted(Restoring):
                 )  # fmt: skip
             self.counts["no_host_memory"] += 1
             return
-        self.kept[req] = Kept(req, saved, PrivateSpace() if self.alone else None)
+        self.kept[req] = Kept(req, saved, PrivateSpace() if self.alone else None, known, slots, awaited)
         self.counts["kept"] += 1
+
+    def _save_slots(self, req: Any, row: int, hi: int) -> SavedSlots | None:
+        """Copy the state of a request to the host, or what a draft model stores of its first ``hi`` tokens; None if
+        there is neither, or no host memory."""
+        if self.slots is None:
+            return None
+        if self.states:
+            return self.slots.save_now(compat_states.state_slot(req).reshape(1).long())
+        return self.slots.save_now(self.tree.req_to_token_pool.req_to_token[row, :hi].long())
+
+    @contextmanager
+    def results_come(self, reqs: Sequence[Any], tokens: Callable[[], Sequence[int]] | None) -> Iterator[None]:
+        """Inside, SGLang looks at the results of a pass of ``reqs``. It counts a retracted one whose state is that
+        behind the pass among those that run, so the token is known that comes next. One that ends with it is computed
+        again. ``tokens``: tells what was sampled for each of them; None behind a pass over prompts.
+        """
+        awaited = [index for index, req in enumerate(reqs) if (kept := self.of(req)) is not None and kept.awaited]
+        sampled = tokens() if awaited and tokens is not None else ()
+        counted = []
+        for index in awaited:
+            req = reqs[index]
+            self.kept[req].awaited = False
+            if not sampled or compat.ends_with(req, sampled[index]):
+                self.give_up(req)
+            else:
+                counted.append(req)
+                req.is_retracted = False
+        try:
+            yield
+        finally:
+            for req in counted:
+                req.is_retracted = True
 
     # Admission
 
@@ -177,14 +252,15 @@ class Retracted(Restoring):
         """Inside, SGLang matches the request that it admits next, if there is room."""
         self._admitting = self.of(req)
         try:
-            yield
+            with nullcontext() if self._admitting is None else compat.looked_for(req):
+                yield
         finally:
             self._admitting = None
 
     def match(self, params: Any) -> Any:
         kept, self._admitting = self._admitting, None
-        if kept is None or len(params.key) != kept.saved.hi:
-            return None  # where it may not find all, its prompt's logprobs are asked for
+        if kept is None or len(params.key) != kept.known:
+            return None
         kept.wanted = None
         apart = kept.space
         found = self._restored(kept, params) if apart is None else self._restored_apart(kept, params, apart)
@@ -196,7 +272,8 @@ class Retracted(Restoring):
         """The match with all that was lost restored; None if there is no room for it."""
         node = self.tree.find(params).last_device_node
         at = self.tree.depth(node)
-        if at < kept.saved.hi and not self._restore(kept, params.key, node, at):
+        stated = not self.states or node in self.tree.states.of_nodes
+        if (at < kept.saved.hi or not stated) and not self._restore(kept, params.key, node, at):
             return None
         return self.tree.match(params)
 
@@ -207,7 +284,7 @@ class Retracted(Restoring):
         if self.tree.depth(self.tree.find(apart).last_device_node) < kept.saved.hi:
             self._evict(kept.place)  # what eviction left of it
             kept.place, usual = None, self.tree.match(params)
-            lost = kept.saved.hi + 1 - self.tree.depth(usual.last_device_node)
+            lost = kept.known + 1 - self.tree.depth(usual.last_device_node)
             if self._needed(kept, 0).pages > self.ledger.prompt_pages(lost):
                 return usual
             if not self._restore(kept, apart.key, self.tree.root_node, 0):
@@ -216,30 +293,54 @@ class Retracted(Restoring):
 
     def _restore(self, kept: Kept, key: Any, node: Any, at: int) -> bool:
         """Restore what follows the path to ``node``, which ends at ``at``; False, changing nothing in the tree but by
-        eviction, if there is no room. Should the tree have another part of ``key`` by then, the request is computed
-        again."""
-        tree, tokens, needed = self.tree, kept.saved.hi - at, self._needed(kept, at)
+        eviction, if there is no room. Should the tree have another part of ``key`` by then, or no slot for the state,
+        the request is computed again."""
+        tree, needed = self.tree, self._needed(kept, at)
         tree.inc_lock_ref(node)
-        room = self._expected_to_fit(kept, needed.pages) and self._make_room(tokens, needed)
-        if room and tree.depth(tree.find(MatchPrefixParams(key=key)).last_device_node) != at:
+        try:
+            room = self._expected_to_fit(kept, needed.pages) and self._make_room(kept.saved.hi - at, needed)
+            changed = room and tree.depth(tree.find(MatchPrefixParams(key=key)).last_device_node) != at
+            slot = tree.states.take_slot() if self.states and room and not changed else None
+            if changed or (self.states and room and slot is None):
+                self.give_up(kept.req)
+                return False
+            end = self._insert(kept, key, node, at, needed) if room else None
+            if end is None:
+                if slot is not None:
+                    tree.states.give_slot(slot)
+                kept.wanted = self._wanted(kept, needed.pages)
+                return False
+            if slot is not None:
+                assert self.slots is not None and kept.slots is not None
+                self.slots.restore(kept.slots, slot)
+                tree.states.came_back(end, slot)
+                kept.restored = kept.restored or kept.saved.hi
+            return True
+        finally:
             tree.dec_lock_ref(node)
-            self.give_up(kept.req)
-            return False
-        kv_slots = tree.token_to_kv_pool_allocator.alloc(tokens) if room else None
+
+    def _insert(self, kept: Kept, key: Any, node: Any, at: int, needed: Needed) -> Any:
+        """The last node of what is kept, from ``at`` on restored behind ``node``, which ends there and is locked. None,
+        changing nothing, if there is no room."""
+        tree, tokens, upto = self.tree, kept.saved.hi - at, key[: kept.saved.hi]
+        if not tokens:
+            return node
+        kv_slots = tree.token_to_kv_pool_allocator.alloc(tokens)
         segment = self.saved.restore(kept.saved, at, needed) if kv_slots is not None else None
         if kv_slots is not None and segment is None:
             tree.token_to_kv_pool_allocator.free(kv_slots)
-        if kv_slots is not None and segment is not None:
-            value = torch.cat([torch.zeros(at, dtype=torch.int64, device=kv_slots.device), kv_slots.long()])
-            with tree.restoring(segment):
-                tree.insert(InsertParams(key=key, value=value, priority=getattr(kept.req, "priority", None) or 0))
-            kept.restored = tokens
-            start = at if kept.place is None else min(at, kept.place.start)
-            kept.place = Place(key, start, private=kept.space is not None)
-        else:
-            kept.wanted = self._wanted(kept, needed.pages)
-        tree.dec_lock_ref(node)
-        return segment is not None
+        if kv_slots is None or segment is None:
+            return None
+        if self.by_token:
+            assert self.slots is not None and kept.slots is not None
+            self.slots.restore(kept.slots, kv_slots.long(), at)
+        value = torch.cat([torch.zeros(at, dtype=torch.int64, device=kv_slots.device), kv_slots.long()])
+        with tree.restoring(segment):
+            tree.insert(InsertParams(key=upto, value=value, priority=getattr(kept.req, "priority", None) or 0))
+        kept.restored = tokens
+        start = at if kept.place is None else min(at, kept.place.start)
+        kept.place = Place(upto, start, private=kept.space is not None)
+        return tree.find(MatchPrefixParams(key=upto)).last_device_node
 
     def _wanted(self, kept: Kept, pages: int) -> float:
         """High-tier tokens that a request takes with so many pages of it restored: also its last token, and what it is
@@ -367,6 +468,9 @@ class Retracted(Restoring):
     def _drop(self, kept: Kept) -> None:
         del self.kept[kept.req]
         self.saved.drop(kept.saved)
+        if kept.slots is not None:
+            assert self.slots is not None
+            self.slots.drop(kept.slots)
         if kept.alone:
             self._evict(kept.place)
 
@@ -376,8 +480,11 @@ class Retracted(Restoring):
 
     def report(self) -> dict[str, int]:
         """For ``/server_info``."""
-        host, size = self.saved.host, self.manager.fmt.page_bytes
-        held = {"host_bytes": self.saved.pages_held * size, "host_bytes_most": host.count * size}
+        host, size, slots = self.saved.host, self.manager.fmt.page_bytes, self.slots
+        held = {
+            "host_bytes": self.saved.pages_held * size + (slots.bytes_held if slots else 0),
+            "host_bytes_most": host.count * size + (slots.bytes_most if slots else 0),
+        }
         return {**self.counts, "waiting": len(self.kept), **held}
 
     def reports(self) -> dict[str, dict[str, int]]:
@@ -385,10 +492,18 @@ class Retracted(Restoring):
 
     def digest(self) -> Any:
         held = [(kept.saved.hi, kept.saved.host_pages, kept.restored, kept.alone) for kept in self.kept.values()]
-        return held, self.saved.host.free, *self.counts.values()
+        return held, self.saved.host.free, self.slots and self.slots.host.free, *self.counts.values()
 
     def check_integrity(self) -> None:
         """Raise AssertionError unless each saved row is that of one request."""
         saved = [kept.saved for kept in self.kept.values()]
         assert len(saved) == len(self.saved.held), "a saved row has no request"
         assert set(saved) == self.saved.held, "a request's saved row is gone"
+        if self.slots is not None:
+            slots = {kept.slots for kept in self.kept.values()}
+            assert slots == self.slots.held, "a saved row lacks its state, or what a draft model stores of it"
+        for kept in self.kept.values():
+            wanted = 0 if self.slots is None else kept.saved.hi if self.by_token else 1
+            held = 0 if kept.slots is None else kept.slots.count
+            assert held == wanted, "a saved row has other slots than it takes"
+            assert kept.known - self.tree.page_size < kept.saved.hi <= kept.known, "a saved row ends at a wrong place"

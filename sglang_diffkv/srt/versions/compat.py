@@ -158,6 +158,30 @@ def tokens_of(req: Any) -> int:
     return len(req.origin_input_ids) + len(req.output_ids)
 
 
+def ends_with(req: Any, token: int) -> bool:
+    """Whether the request would end with ``token`` behind its reply so far."""
+    would = copy.copy(req)
+    would.output_ids = req.output_ids[:]
+    would.output_ids.append(token)
+    would.update_finish_state(1)
+    return bool(would.finished())
+
+
+def sampled_tokens(batch: Any, result: Any) -> Callable[[], list[int]] | None:
+    """The tokens that a decode pass without drafts has sampled for each request of its ``batch``, once somebody asks:
+    that waits for the pass. None for another pass."""
+    if not batch.forward_mode.is_decode() or not batch.spec_algorithm.is_none():
+        return None
+
+    def tokens() -> list[int]:
+        if result.copy_done is not None:
+            result.copy_done.synchronize()
+        found = result.next_token_ids
+        return [int(token) for token in (found.tolist() if hasattr(found, "tolist") else found)]
+
+    return tokens
+
+
 def told_tokens(req: Any) -> int:
     """The same, without tokens behind the request's stop, which its client does not get."""
     stop = req.finished_len
@@ -199,15 +223,29 @@ def keep_seconds(req: Any) -> int:
 
 
 def findable(req: Any) -> bool:
-    """Whether the request goes on later, and SGLang will look for all its tokens in the prefix cache then. It does not
-    where logprobs are asked for, of generated tokens too: it computes these again."""
-    if getattr(req, "return_logprob", False) and req.logprob_start_len >= 0:
+    """Whether the request goes on later, and SGLang can look for all its tokens in the prefix cache then
+    (``looked_for``). It cannot before it has the logprobs of a prompt that are asked for."""
+    if getattr(req, "return_logprob", False) and not req.output_ids:
         return False
     if req.finished() or getattr(req, "to_finish", None) is not None:
         return False
     if getattr(req, "input_embeds", None) is not None or getattr(req, "positional_embed_overrides", None) is not None:
         return False
     return not getattr(req, "skip_radix_cache_insert", False)
+
+
+@contextmanager
+def looked_for(req: Any) -> Iterator[None]:
+    """Inside, SGLang looks for all tokens of a retracted request in the prefix cache. By itself it computes generated
+    ones again where logprobs are asked for, and keeps those that it had before."""
+    start = getattr(req, "logprob_start_len", None)
+    if start is not None:
+        req.logprob_start_len = -1
+    try:
+        yield
+    finally:
+        if start is not None:
+            req.logprob_start_len = start
 
 
 def longest_len(req: Any) -> int:

@@ -46,6 +46,14 @@ def state_slot(req: Any) -> Any:
     return getattr(kv_of(req), "mamba_pool_idx", None)
 
 
+def takes_result(req: Any) -> bool:
+    """Whether SGLang can look at a pass's result for the request though it was retracted meanwhile, behind which its
+    state stands. Not with buffers beside its slot, nor where more than tokens is kept of a pass."""
+    if getattr(kv_of(req), "mamba_ping_pong_track_buffer", None) is not None:
+        return False
+    return not any(getattr(req, name, False) for name in ("return_sampling_mask", "return_hidden_states"))
+
+
 def give_state(req: Any, slot: Any, source: Any) -> None:
     """The request has ``slot`` (int64 [1]), to which SGLang copies the state in ``source`` (int64 [1]) before the next
     pass."""
