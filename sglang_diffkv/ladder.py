@@ -3,7 +3,8 @@
 does, as the model itself measures it, with a quarter of that and a standard error to spare.
 
 A few layers make most of the loss. So where a rung loses too much and the next one does not, some models take the next
-one's low tier in those layers alone.
+one's low tier in those layers alone. The layers that make half of the loss take it in any case, since other texts may
+lose more than the one that is read, and mostly there.
 
 ``attention/emulated.py`` works out the losses, ``srt/startup/own_choice.py`` has the served model read for them.
 """
@@ -67,6 +68,8 @@ MOST_GROUPS, CPU_GROUPS = 40, 6
 """Groups of layers whose losses are looked at, at most; on a CPU, where the model takes seconds to read the text."""
 MOST_RAISED = 0.75
 """Of the layers: the next rung itself takes hardly more bytes."""
+HALF, MOST_IN_ANY_CASE = 0.5, 1 / 3
+"""Layers that make this share of the loss are raised in any case, if they are no more than so many of all."""
 NOTHING_LOST = "lossless"
 DECIDED = frozenset().union(*RUNGS.values())
 """Fields that rungs set."""
@@ -180,6 +183,11 @@ def before(rung: str) -> str:
     return names[names.index(rung) - 1]
 
 
+def upper_of(rung: str) -> str:
+    """The rung whose low tier some layers may take; the rung itself if there is none."""
+    return next((upper for lower, upper in BY_LAYER if lower == rung), rung)
+
+
 def rungs(given: DiffKVConfig) -> dict[str, DiffKVConfig]:
     """Each rung as a configuration, with the fields that the user gave beside ``auto``."""
     return {name: beside(given, fields) for name, fields in RUNGS.items()}
@@ -243,33 +251,41 @@ def groups_of(layers: int, most: int) -> list[Raised]:
 def raise_layers(
     choice: Choice, groups: Sequence[Raised], alone: Callable[[Raised], Loss], judge: Callable[[Raised], Loss]
 ) -> Choice:
-    """The fewest groups of layers, those that lose most first, that have to take the chosen rung's low tier for FP8's
-    loss. They are looked for by halves. Without such a pair of rungs, or if nearly all layers would have to, ``choice``
-    is what it was.
+    """The fewest groups of layers, those that lose most first, that have to take the upper rung's low tier for FP8's
+    loss, and at least those that make half of what is lost. They are looked for by halves. Without such a pair of
+    rungs, or if nearly all layers would have to, ``choice`` is what it was.
 
     Args:
         alone: what a group loses with ``COARSE``, others as computed. judge: what all lose where these layers are
             raised.
     """
     fp8, layers = choice.fp8, sum(map(len, groups))
-    if choice.rung not in [upper for _, upper in BY_LAYER] or not fp8.prompt or not fp8.reply:
+    if choice.rung not in {x for pair in BY_LAYER for x in pair} or not fp8.prompt or not fp8.reply:
         return choice
     losses = {group: alone(group) for group in groups}
-
-    def weight(group: Raised) -> float:
-        return (losses[group].prompt / fp8.prompt + losses[group].reply / fp8.reply) / len(group)
-
-    order = sorted(groups, key=weight, reverse=True)
+    weights = {group: x.prompt / fp8.prompt + x.reply / fp8.reply for group, x in losses.items()}
+    order = sorted(groups, key=lambda group: weights[group] / len(group), reverse=True)
     sets = [tuple(sorted(x for group in order[:count] for x in group)) for count in range(1, len(order))]
     sets = [x for x in sets if len(x) <= MOST_RAISED * layers]
-    judged: dict[Raised, Loss] = {}
-    first, last = 0, len(sets)
+    in_any_case = 0
+    for count, raised in enumerate(sets, 1):
+        if len(raised) > MOST_IN_ANY_CASE * layers:
+            break
+        in_any_case = count
+        if sum(weights[group] for group in order[:count]) >= HALF * sum(weights.values()):
+            break
+    upper, judged = upper_of(choice.rung), dict[Raised, Loss]()
+    first, last = max(in_any_case - 1, 0), len(sets)
+    if choice.rung != upper:  # no more is needed
+        last = first + bool(in_any_case)
     while first < last:
         middle = (first + last) // 2
         judged[sets[middle]] = judge(sets[middle])
         first, last = (first, middle) if judged[sets[middle]].within(fp8) else (middle + 1, last)
-    raised = sets[last] if last < len(sets) else None
-    return replace(choice, by_layer=ByLayer(layers, losses, judged, raised))
+    taken = sets[last] if last < len(sets) and sets[last] in judged else None
+    if choice.rung != upper and taken is None:
+        return choice
+    return replace(choice, rung=upper, by_layer=ByLayer(layers, losses, judged, taken))
 
 
 def text_of(name: str) -> str:

@@ -68,9 +68,10 @@ class Stored:
     """How tokens are stored, and attend.
 
     Attributes:
-        tiers: high first; a layer may use some of them. policy: which of several a token goes to. rotation: before rounding.
-        means: [layers, H, D], taken off keys before they are rounded; None for none. fitted: matrices that come before
-            the rotation, of each KV head, in the model's dtype. Before any that are no rotations the means come off.
+        tiers: high first; a layer may use some of them. policy: which of several a token goes to.
+        rotation: before rounding. means: [layers, H, D], taken off keys before they are rounded; None for none.
+        fitted: matrices that come before the rotation, of each KV head, in the model's dtype. Before any that are no
+            rotations the means come off.
         only: layers in which tokens are stored so, to be told what these lose; others attend as computed. None for all.
         turned: whether keys, and values, count as rotated; None where ``rotation`` says so.
         prompts_in_8_bits: queries of prompts attend in e4m3, as with ``"prefill": "fa3_fp8"``, however short they are.
@@ -87,9 +88,8 @@ class Stored:
 
     def __post_init__(self) -> None:
         policy = self.policy
-        if len(self.tiers) > 1:
-            if not isinstance(policy, DiffKVPolicy):
-                raise ValueError("of several tiers DiffKV's thresholds are emulated, and nothing else")
+        if len(self.tiers) > 1 and not isinstance(policy, DiffKVPolicy):
+            raise ValueError("of several tiers DiffKV's thresholds are emulated, and nothing else")
         dropped = policy is not None and len(self.tiers) == 1 and policy.compresses
         if dropped or (isinstance(policy, DiffKVPolicy) and (policy.prompt.prunes or policy.head_scale)):
             raise ValueError("policies that drop tokens, and factors of heads, are not emulated")

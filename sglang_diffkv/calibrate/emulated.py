@@ -50,6 +50,7 @@ from sglang_diffkv.ladder import (
     rungs,
     scored_positions,
     text_of,
+    upper_of,
 )
 from sglang_diffkv.noise_shaping import Moments, NoiseShaping, output_products
 
@@ -239,8 +240,9 @@ def taken(found: Losses, judge: Judge, of_all: Judged) -> tuple[Losses, Choice]:
         return lost
 
     def mixed(raised: Raised) -> Loss:
-        config = config_of(given, choice.rung, raised, judge.layers)
-        return of(name_of(choice.rung, raised), stored_of(config, judge.means, judge.shaping))
+        upper = upper_of(choice.rung)
+        config = config_of(given, upper, raised, judge.layers)
+        return of(name_of(upper, raised), stored_of(config, judge.means, judge.shaping))
 
     groups = groups_of(judge.layers, most_groups(judge.model.device))
     return every, raise_layers(choice, groups, alone, mixed)

@@ -317,7 +317,7 @@ def test_groups_of_layers_are_raised_together() -> None:
 
 
 @pytest.mark.parametrize(
-    ("needed", "rung"), [(set(range(10)), UPPER), *(({2}, rung) for rung in RUNGS if rung != UPPER)]
+    ("needed", "rung"), [(set(range(10)), UPPER), *(({2}, rung) for rung in RUNGS if rung not in (LOWER, UPPER))]
 )
 def test_the_plain_rung_is_taken(needed: set[int], rung: str) -> None:
     """Where nearly all layers would be raised, and where no pair of rungs is for that."""
@@ -325,6 +325,28 @@ def test_the_plain_rung_is_taken(needed: set[int], rung: str) -> None:
     assert choice.rung == choice.name == rung and choice.raised is None
     assert choice.config(DiffKVConfig()) == rungs(DiffKVConfig())[rung]
     assert bool(asked) == (rung == UPPER) and all(len(x) <= MOST_RAISED * 12 for x in asked)
+
+
+@pytest.mark.parametrize("groups", [12, 6])
+def test_layers_that_make_half_of_the_loss_are_raised_in_any_case(groups: int) -> None:
+    """Also where the lower rung holds; unless it is then judged to lose more, which is chance."""
+    for needed, expected in (
+        ({8}, {8}),
+        ({2, 9}, {2, 9}),
+        (set(range(12)), {0, 1, 2, 3}),
+        (set(), {0, 1, 2} if groups == 12 else {0}),
+    ):
+        choice, asked = chosen(needed, groups=groups, rung=LOWER)
+        size = 12 // groups
+        raised = {x for layer in expected for x in range(layer - layer % size, layer - layer % size + size)}
+        if needed == set(range(12)):
+            assert choice == chosen(needed, groups=groups, rung=LOWER)[0] and choice.raised is None
+            assert choice.rung == LOWER and len(asked) == 1
+            continue
+        assert choice.rung == UPPER and set(choice.raised or ()) == raised and asked == [choice.raised]
+        assert choice.loss == LESS and choice.name == name_of(UPPER, choice.raised)
+    assert chosen(set(), layers=2, groups=6, rung=LOWER)[0].rung == LOWER, "one of two is more than a third"
+    assert chosen({2}, layers=3, groups=6, rung=LOWER)[0].raised == (2,)
 
 
 def test_pairs_of_rungs_whose_layers_may_differ() -> None:
@@ -355,7 +377,7 @@ def test_ranks_take_the_layers_of_the_first() -> None:
 
 def test_a_loaded_model_judges_its_layers(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each layer adds what its bits lose, of which two layers lose most: passes are asked for what that needs."""
-    layers, lost, seen = [10 + 2 * layer for layer in range(12)], {3: 8.0, 7: 4.0}, []
+    layers, lost, seen = [10 + 2 * layer for layer in range(12)], {3: 8.0, 7: 3.4}, []
 
     def logits(runner: Any, ids: Any, given: Any, positions: Any, stored: Stored) -> Any:
         assert list(given) == layers and positions[-1] == len(ids) - 1
@@ -377,7 +399,7 @@ def test_a_loaded_model_judges_its_layers(monkeypatch: pytest.MonkeyPatch) -> No
     }.items():  # fmt: skip
         monkeypatch.setattr(own_choice, name, value)
     texts = own_choice.Texts([1], list(range(1024)))
-    for device, raised, groups in (("cuda", (3,), 12), ("cpu", (2, 3), 6)):
+    for device, raised, groups in (("cuda", (3, 7), 12), ("cpu", (2, 3), 6)):
         seen.clear()
         runner = SimpleNamespace(model=None, device=device)
         choice = own_choice._judged(runner, Ranks(), DiffKVConfig(thresholds="auto"), texts)

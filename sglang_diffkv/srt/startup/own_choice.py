@@ -52,6 +52,7 @@ from sglang_diffkv.ladder import (
     rungs,
     scored_positions,
     text_of,
+    upper_of,
 )
 from sglang_diffkv.layout.ranks import Ranks
 from sglang_diffkv.mem_pool.segment_object import canonical
@@ -308,9 +309,8 @@ def _judged(runner: Any, ranks: Ranks, given: DiffKVConfig, texts: Texts) -> Cho
             return loss(lost(replace(stored, only=frozenset(group))))
 
         groups = groups_of(len(layers), most_groups(runner.device))
-        return raise_layers(
-            choice, groups, alone, lambda raised: judge(config_of(given, choice.rung, raised, len(layers)))
-        )
+        upper = upper_of(choice.rung)
+        return raise_layers(choice, groups, alone, lambda raised: judge(config_of(given, upper, raised, len(layers))))
     except torch.OutOfMemoryError:
         if not ranks.alone:  # the others are in the pass, and wait for this one
             raise
