@@ -332,7 +332,11 @@ def placed(received: torch.Tensor, policy: DiffKVPolicy, ends: torch.Tensor, spa
     position = torch.arange(ends.shape[0], device=ends.device)
     scores = (received / (ends - position)).amax(1)
     length = torch.where(position < span.prompt - policy.window, position, ends) + 1  # of a prompt: up to the token
-    below = [scores < alpha / length for alpha in (policy.alpha_high, *policy.alpha_between)]
+    alphas = [policy.alpha_high]
+    for alpha in policy.alpha_between:
+        assert not isinstance(alpha, tuple), "a layer has thresholds of its own"
+        alphas.append(alpha)
+    below = [scores < alpha / length for alpha in alphas]
     return torch.stack(below).sum(0) * (position >= policy.sinks)
 
 
