@@ -102,7 +102,8 @@ class Loss:
         for part in (slice(None, prompt), slice(prompt, None)):
             mine = lost[part]
             error = float((mine - fp8[part]).std()) / len(mine) ** 0.5
-            means.append(max(float(more[part].mean()), 0.0))
+            mean = float(more[part].mean())
+            means.append(max(mean, 0.0) if isfinite(mean) else inf)
             errors.append(error if isfinite(error) else inf)
         return cls(*means, *errors)
 

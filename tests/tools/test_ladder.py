@@ -83,6 +83,8 @@ def test_a_loss_of_divergences() -> None:
     rounding = torch.tensor([1.0, 1.5, 8.0, 9.0, 9.0], dtype=torch.float64)
     found = Loss.of(fp8, fp8 + 1, 2, rounding)
     assert found == Loss(0.25, 0.0), "less what rounding alone makes, and no less than nothing"
+    broken = torch.full((5,), float("inf"), dtype=torch.float64)
+    assert Loss.of(broken, broken, 2, broken) == Loss(*[float("inf")] * 4), "logits that are not finite lose all"
 
 
 def test_rungs_take_ever_more_bytes_and_the_last_loses_nothing() -> None:
@@ -479,6 +481,7 @@ def test_a_kept_choice_of_layers(tmp_path: Path, caplog: pytest.LogCaptureFixtur
         file.write_text(json.dumps({**kept, "by_layer": damaged}), encoding="utf-8")
         assert own_choice.kept(file, 12) is None and "is made again" in caplog.text
     assert "its layers are those that lose most" in own_choice._because(choice)
+    assert "in any case" in own_choice._because(chosen({2}, rung=LOWER)[0])
     assert "K3V2 in layer 2 alone" in own_choice._reported(choice)
 
 

@@ -40,6 +40,7 @@ from sglang_diffkv.ladder import (
     Choice,
     Loss,
     Raised,
+    before,
     beside,
     climb,
     coarse,
@@ -354,6 +355,8 @@ def _because(choice: Choice | None) -> str:
         said.append(f"{off}, which any change loses by the model's own rounding, were taken off")
     if choice.raised is not None:
         said.append(f"its layers are those that lose most with {COARSE} alone")
+        if (lower := choice.judged.get(before(choice.rung))) is not None and lower.within(choice.fp8):
+            said.append("those that make half of that take better codes in any case, since other texts lose more there")
     return "; ".join(said)
 
 
