@@ -1,6 +1,6 @@
 """A short ladder of configurations, and which of its rungs a server takes for a model that it does not know
 (``--diffkv-config auto``, or no configuration). It is the first one that loses no more than stock SGLang's FP8 cache
-does, as the model itself measures it, with a quarter of that and a standard error to spare.
+does, as the model itself measures it, with a tenth of that and three standard errors to spare.
 
 A few layers make most of the loss. So where a rung loses too much and the next one does not, some models take the next
 one's low tier in those layers alone. The layers that make half of the loss take it in any case, since other texts may
@@ -30,8 +30,9 @@ nothing of each other every rung loses too little, since nothing far away is loo
 means."""
 TOKENS, LEAST_TOKENS = 2560, 1024
 """Of the text: read at most, and needed at least. A CPU, which takes a minute for more, reads no more than needed."""
-SHARE = 0.75
-"""Of FP8's loss, which a rung loses at most on the text. On others it may lose more of it."""
+SHARE, ERRORS = 0.9, 3.0
+"""Of FP8's loss, which a rung loses at most on the text, and standard errors that are added to what it loses there. Of
+some models few tokens make most of the loss: then the errors are large, and on other texts it may be much larger."""
 SCORED = 256
 """Queries of a prompt, and of a reply, whose next-token distributions are compared, at most."""
 
@@ -108,8 +109,8 @@ class Loss:
         return cls(*means, *errors)
 
     def within(self, limit: Loss) -> bool:
-        """Whether it is at most ``SHARE`` of ``limit`` in both, with a standard error to spare."""
-        prompt, reply = self.prompt + self.prompt_error, self.reply + self.reply_error
+        """Whether it is at most ``SHARE`` of ``limit`` in both, with ``ERRORS`` standard errors to spare."""
+        prompt, reply = self.prompt + ERRORS * self.prompt_error, self.reply + ERRORS * self.reply_error
         return prompt <= SHARE * limit.prompt and reply <= SHARE * limit.reply
 
     def report(self) -> dict[str, float]:

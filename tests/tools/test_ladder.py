@@ -44,7 +44,7 @@ from sglang_diffkv.layout.ranks import Ranks
 from sglang_diffkv.srt.startup import launch, own_choice
 
 FP8 = Loss(0.002, 0.005)
-LESS, MORE = Loss(0.001, 0.00375), Loss(0.001, 0.0038)
+LESS, MORE = Loss(0.001, 0.0044), Loss(0.001, 0.0046)
 
 
 @pytest.fixture(autouse=True)
@@ -68,9 +68,10 @@ def test_the_first_rung_that_loses_no_more_than_fp8_is_taken(first: int) -> None
 
 
 def test_prompts_and_replies_are_to_lose_no_more() -> None:
-    assert LESS.within(FP8) and not Loss(0.0016, 0.0).within(FP8) and not MORE.within(FP8)
+    assert LESS.within(FP8) and not Loss(0.0019, 0.0).within(FP8) and not MORE.within(FP8)
     assert not Loss(float("nan"), 0.0).within(FP8)
-    assert not Loss(0.001, 0.003, reply_error=0.001).within(FP8), "which may be chance"
+    assert not Loss(0.001, 0.003, reply_error=0.0006).within(FP8), "which may be chance"
+    assert Loss(0.001, 0.003, reply_error=0.0004).within(FP8)
 
 
 def test_a_loss_of_divergences() -> None:

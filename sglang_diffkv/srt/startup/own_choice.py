@@ -31,6 +31,7 @@ from sglang_diffkv.key_means import KeySums, impossible
 from sglang_diffkv.ladder import (
     COARSE,
     DECIDED,
+    ERRORS,
     FORMAT,
     JUDGING,
     LEAST_TOKENS,
@@ -349,7 +350,7 @@ def _because(choice: Choice | None) -> str:
         if names.index(name) < names.index(choice.rung)
     ]
     limit = f"millinats a token in prompts and in replies, FP8 {fp8['prompt']:g} and {fp8['reply']:g}"
-    said = [f"{lost} {limit}", f"{SHARE:g} of that is allowed, less a standard error", *smaller]
+    said = [f"{lost} {limit}", f"{SHARE:g} of that is allowed, less {ERRORS:g} standard errors", *smaller]
     if choice.rounding is not None:
         off = "{prompt:g} and {reply:g}".format(**choice.rounding.report())
         said.append(f"{off}, which any change loses by the model's own rounding, were taken off")
