@@ -113,9 +113,11 @@ def most_row_pages(geometry: Geometry, tokens: int) -> int:
 
 
 def part_of(geometry: Geometry, parts: int) -> Geometry:
-    """Of each of so many ranks that have these heads together."""
+    """Of each of so many ranks that have these heads together, and the pages of this pool in equal shares. So a row's
+    parts have room for one pool together. A rank with more than its share of a row that nearly fills it cannot send it.
+    """
     assert geometry.num_heads % parts == 0, f"{geometry.num_heads} heads are not those of {parts} ranks"
-    return replace(geometry, num_heads=geometry.num_heads // parts)
+    return replace(geometry, num_heads=geometry.num_heads // parts, num_pages=-(-geometry.num_pages // parts))
 
 
 def blocks_for(geometry: Geometry, tokens: int, parts: int = 1) -> int:

@@ -3,6 +3,7 @@ made of the parts is the row that all heads together would have sent, bit for bi
 
 from __future__ import annotations
 
+import re
 from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any
@@ -13,12 +14,14 @@ import torch
 
 from sglang_diffkv.layout.geometry import Path
 from sglang_diffkv.layout.ranks import Ranks
-from sglang_diffkv.mem_pool.row_object import RowHead, RowNumbers, join
+from sglang_diffkv.mem_pool import row_transfer
+from sglang_diffkv.mem_pool.row_object import RowHead, RowNumbers, head_size, join
 from sglang_diffkv.mem_pool.row_transfer import (
     NoRoom,
     RowExport,
     RowImport,
     RowTransfer,
+    block_pages,
     blocks_for,
     most_row_pages,
     room_blocks,
@@ -376,6 +379,44 @@ def test_a_server_has_room_for_its_longest_row_in_any_parts() -> None:
     long = replace(geometry, num_heads=12, num_layers=40, num_pages=10_000_000, max_tokens=600)
     for parts in (1, 2, 3, 4, 6, 12):
         assert room_blocks(long) >= blocks_for(long, long.max_tokens, parts)
+
+
+def test_parts_have_room_for_one_pool_together() -> None:
+    """Where a row may fill it: not each part for all of it."""
+    geometry = server(heads=6).manager.geometry
+    full = replace(geometry, num_heads=8, num_layers=40, num_pages=2_500_000, max_tokens=60_000)
+    assert most_row_pages(full, full.max_tokens) == full.num_pages
+    pages = full.num_pages + head_size(full, full.num_pages) // full.fmt.page_bytes
+    for parts in (1, 2, 4, 8):
+        blocks = blocks_for(full, full.max_tokens, parts)
+        assert pages <= blocks * block_pages(full) <= 1.001 * pages
+    assert room_blocks(full) * block_pages(full) <= 1.001 * pages
+
+
+def test_a_rank_with_more_than_its_part_of_a_full_pool_ends_its_request_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The row would fit the pool, but not the blocks of equal parts. The next request goes."""
+    monkeypatch.setattr(row_transfer, "BLOCK_BYTES", 1)  # a block is a page
+    source, target = ranks(2, 2, blocks=1000), server(heads=2, pages=156, blocks=1000)
+    source[0].spread = 8.0
+    computed(source, 250)
+    wanted = ways(target).expect(250, 2)
+    assert wanted is not None
+    sent = [exported(x, 1, sum(n for _, n in part)) for x, part in zip(source, wanted.of_parts, strict=True)]
+    less, more = (x.numbers.pages for x in sent if x.numbers)
+    assert less < 156 // 2 < more and less + more < 156
+    assert sent[0].ready and not sent[0].problem and not sent[1].ready
+    asked = sum(count for _, count in wanted.of_parts[1])
+    assert re.fullmatch(rf"its {more} pages need \d+ blocks, and the decode server has set {asked} .*", sent[1].problem)
+    for session, export in zip(source, sent, strict=True):
+        ways(session).finish(export, well=False)
+        session.release(1)
+        check(session.manager)
+    ways(target).give_up(wanted)
+    check(target.manager)
+    computed(source, 13)
+    ways(target).restore(looked(target, sent_by(source, target)[1]), 5)
+    assert target.manager.rows.length(5) == 13
+    check(target.manager)
 
 
 def test_a_rank_s_row_fits_the_blocks_of_its_part() -> None:

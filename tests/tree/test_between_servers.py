@@ -17,6 +17,7 @@ import pytest
 import requests
 import torch
 
+from sglang_diffkv.config import UNTRIED_ENV
 from sglang_diffkv.layout.ranks import Ranks
 from sglang_diffkv.mem_pool import row_transfer
 from sglang_diffkv.mem_pool.counts import RankCounts
@@ -908,7 +909,9 @@ def test_servers_of_other_ranks_go_together_or_are_told_both_numbers(
 ) -> None:
     ours, mapped = disaggregation.told_of_rows({"kv_heads": heads}), list[Any]()
     info = SimpleNamespace(attn_tp_size=there)
-    manager: Any = SimpleNamespace(kv_cache_dtype_str=ours, prefill_info_table={}, attn_tp_size=here)
+    manager: Any = SimpleNamespace(
+        kv_cache_dtype_str=ours, prefill_info_table={}, attn_tp_size=here, diffkv_device=torch.device("cpu")
+    )
 
     def meets(self: Any, address: str) -> bool:
         decode_side.resolve_rank_mapping(lambda self, info: mapped.append(info), self, info)
@@ -920,6 +923,29 @@ def test_servers_of_other_ranks_go_together_or_are_told_both_numbers(
     manager.kv_cache_dtype_str = "bfloat16"
     decode_side.resolve_rank_mapping(lambda self, info: mapped.append(info), manager, info)
     assert mapped[-1] is info, "another backend's servers"
+
+
+def test_other_ranks_were_not_tried_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A decode server of one rank does not know before it meets the other that it takes parts."""
+    monkeypatch.delenv(UNTRIED_ENV, raising=False)
+    manager: Any = SimpleNamespace(
+        kv_cache_dtype_str=disaggregation.told_of_rows({"kv_heads": 8}), attn_tp_size=1,
+        diffkv_device=torch.device("cuda", 0),
+    )  # fmt: skip
+    mapped = list[Any]()
+
+    def meet(ranks: int) -> None:
+        info = SimpleNamespace(attn_tp_size=ranks)
+        decode_side.resolve_rank_mapping(lambda self, info: mapped.append(info), manager, info)
+
+    meet(1)
+    why = rf"--tp-size is 2 there and 1 here on a GPU, .*: start both with as many ranks, or set {UNTRIED_ENV}=1"
+    with pytest.raises(RuntimeError, match=why):
+        meet(2)
+    assert len(mapped) == 1
+    monkeypatch.setenv(UNTRIED_ENV, "1")
+    meet(2)
+    assert len(mapped) == 2
 
 
 def test_a_prompt_gets_blocks_for_each_rank_that_sends(monkeypatch: pytest.MonkeyPatch) -> None:

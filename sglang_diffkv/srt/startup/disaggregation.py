@@ -155,6 +155,7 @@ def init_kv_manager(original: Any, self: Any) -> Any:
         found = original(self)
     finally:
         runner.kv_cache_dtype_str = usual
+    disaggregation.keep_device(found, manager.state.device)
     disaggregation.keep_rooms_apart(found)
     disaggregation.send_whole_blocks(found)
     return found

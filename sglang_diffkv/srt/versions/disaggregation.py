@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from sglang_diffkv.layout.ranks import Ranks
-from sglang_diffkv.srt.versions.compat import installed, kv_of, row_of
+from sglang_diffkv.srt.versions.compat import installed, kv_of, row_of, untried_on_a_gpu
 
 logger = logging.getLogger(__name__)
 
@@ -294,6 +294,11 @@ def keep_rooms_apart(manager: Any) -> None:
         manager.transfer_infos = defaultdict(dict, manager.transfer_infos)
 
 
+def keep_device(manager: Any, device: Any) -> None:
+    """SGLang's ``manager`` knows where rows are, for ``how_ranks_differ``."""
+    manager.diffkv_device = device
+
+
 def release_waiting(scheduler: Any, req: Any) -> None:
     """A prefill server gives up a request that waits: its row, its place in SGLang's metadata, its sender."""
     if installed().transfer_reasons:
@@ -363,21 +368,20 @@ def speaks_of_rows(text: str) -> bool:
 
 def how_ranks_differ(manager: Any, info: Any, ours: str) -> str:
     """Why the ranks of a prefill server, of which ``info`` is told, cannot send to those of this one; empty if they
-    can. ``manager``: SGLang's of the receivers. ``ours``: this server's text."""
+    can. ``manager``: SGLang's of the receivers, which ``keep_device`` was told of. ``ours``: this server's text."""
     there, here, heads = int(info.attn_tp_size), int(manager.attn_tp_size), (_facts(ours) or {}).get("kv_heads", 0)
     if there == here:
         return ""
+    differ = f"--tp-size is {there} there and {here} here"
     if there < 1 or there % here:
-        return f"--tp-size is {there} there and {here} here: {ALIKE}"
+        return f"{differ}: {ALIKE}"
     if not heads or heads % there:
-        return (
-            f"--tp-size is {there} there and {here} here, and each of {heads} KV heads is on several ranks there: "
-            "start both with as many ranks"
-        )
-    return ""
+        return f"{differ}, and each of {heads} KV heads is on several ranks there: {AS_MANY}"
+    return "; ".join(untried_on_a_gpu(manager.diffkv_device, differ, AS_MANY))
 
 
-ALIKE = "start both with as many ranks, or the prefill server with a multiple of the decode server's"
+AS_MANY = "start both with as many ranks"
+ALIKE = f"{AS_MANY}, or the prefill server with a multiple of the decode server's"
 
 
 def tells_nothing(manager: Any, address: str) -> bool:
