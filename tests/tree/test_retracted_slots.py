@@ -286,14 +286,21 @@ def test_one_that_is_not_kept_costs_nothing(monkeypatch: pytest.MonkeyPatch, cap
     assert "is full (1 states" in caplog.text, "another memory is said to be full"
 
 
-def test_without_a_slot_for_its_state_a_request_is_computed_again() -> None:
+def test_without_a_slot_for_its_state_a_request_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As long as others run. With nothing running it is computed again."""
     world = KeptStateWorld(slots=3)
-    req = retracted_now(world)
+    retracted, req = retracted_of(world), retracted_now(world)
     evict_all(world)
-    for _ in range(3):
-        world.prompt(world.tokens(20))
-    assert readmit(world, req) == 0 and not retracted_of(world).kept
-    assert retracted_of(world).counts["recomputed"] == 1 and not retracted_of(world).slots.held
+    others = [world.prompt(world.tokens(20)) for _ in range(3)]
+    assert readmit(world, req) == 0 and retracted.waits_for_room(req) is not None
+    world.leave(others.pop(), insert=False)
+    assert readmit(world, req) == 69 and retracted.waits_for_room(req) is None
+    evict_all(world)
+    for other in others:
+        world.leave(other, insert=False)
+    monkeypatch.setattr(world.tree.states, "take_slot", lambda: None)
+    assert readmit(world, req) == 0 and not retracted.kept
+    assert retracted.counts["recomputed"] == 1 and not retracted.slots.held
     world.check()
 
 

@@ -4,7 +4,7 @@ A retracted request is like one that has ended, whose tokens joined the prefix c
 When SGLang is about to admit it (``Req.init_next_round_input``), what the tree has lost of it meanwhile is restored as
 a segment of a node of its own. So SGLang's match finds all but its last token, which it computes. With exact fidelity
 the tree must not offer compressed prompts to others: there the node lies in a namespace that only its request looks
-into, and holds all of it. Where there is no room for the pages the request waits, as long as others run.
+into, and holds all of it. Where there is no room for the pages or for a state the request waits, as long as others run.
 
 Of a model with states a request goes on only from the state behind all tokens of its match. It goes to the host with
 the row, and comes back to the node where the row ends. Under overlap scheduling a pass is on its way that takes the
@@ -314,8 +314,8 @@ class Retracted(Restoring):
 
     def _restore(self, kept: Kept, key: Any, node: Any, at: int) -> bool:
         """Restore what follows the path to ``node``, which ends at ``at``; False, changing nothing in the tree but by
-        eviction, if there is no room. Should the tree have another part of ``key`` by then, or no slot for the state,
-        the request is computed again."""
+        eviction, if there is no room: also while others that run have all slots for states. Should the tree have
+        another part of ``key`` by then, or no slot though nothing runs, the request is computed again."""
         tree, needed = self.tree, self._needed(kept, at)
         tree.inc_lock_ref(node)
         try:
@@ -324,9 +324,11 @@ class Retracted(Restoring):
                 self.give_up(kept.req)
                 return False
             slot = tree.states.take_slot() if self.states and room else None
-            if self.states and room and slot is None:
-                self.give_up(kept.req)
-                return False
+            if self.states and slot is None:
+                if room and self.ledger.idle:
+                    self.give_up(kept.req)
+                    return False
+                room = False
             ready = room and (slot is None or self._launched(lambda: self._copy_back(kept, slot)) is not None)
             end = self._insert(kept, key, node, at, needed) if ready else None
             if end is None:
