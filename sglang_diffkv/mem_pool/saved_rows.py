@@ -173,7 +173,7 @@ class SavedRows:
         return sum(saved.host_pages for saved in self.held)
 
     def _take(self, count: int) -> list[Run] | None:
-        if self._make_room is not None and count > self.host.free:
+        if self._make_room is not None and self.host.free < count <= self.host.count - self.pages_held:
             self._make_room(count)
         return self.host.take(count)
 

@@ -120,7 +120,11 @@ class SlotStore:
     @property
     def bytes_held(self) -> int:
         """Of host memory, without what a guest holds."""
-        return sum(saved.count for saved in self.held) * self.slot_bytes
+        return self._count_held * self.slot_bytes
+
+    @property
+    def _count_held(self) -> int:
+        return sum(saved.count for saved in self.held)
 
     @property
     def bytes_most(self) -> int:
@@ -136,22 +140,23 @@ class SlotStore:
             self._leaving[saved] = Leaving(slots, self.device.launch_beside(lambda: self.copy_out(saved, slots)))
         return saved
 
-    def save_now(self, slots: torch.Tensor) -> SavedSlots | None:
-        """As ``save``. What is launched from now on comes behind the copy: it may write to the slots, and restore."""
-        saved = self.take(len(slots))
-        if saved is not None:
-            self.device.join(self.device.launch_beside(lambda: self.copy_out(saved, slots)))
-        return saved
-
     def take(self, count: int) -> SavedSlots | None:
-        """Host memory for so many slots, whose copy the caller launches; None if there is none."""
-        if self._make_room is not None and count > self.host.free:
+        """Host memory for so many slots, whose copy the caller launches; None if there is none. Others give back theirs
+        only if that can be enough."""
+        if self._make_room is not None and self.host.free < count <= self.host.count - self._count_held:
             self._make_room(count)
         runs = self.host.take(count)
         if runs is None:
             return None
         saved = SavedSlots(runs)
         self.held.add(saved)
+        return saved
+
+    def copy_now(self, saved: SavedSlots, slots: torch.Tensor) -> SavedSlots:
+        """Copy slots (int64 [n]) to memory that was taken, beside the passes. What is launched from now on comes behind
+        the copy: it may write to the slots, and restore. Raises torch.OutOfMemoryError; the memory may be dropped then.
+        """
+        self.device.join(self.device.launch_beside(lambda: self.copy_out(saved, slots)))
         return saved
 
     def copy_out(self, saved: SavedSlots, slots: torch.Tensor) -> None:

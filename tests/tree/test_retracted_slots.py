@@ -269,15 +269,98 @@ def test_without_host_memory_for_its_state_a_request_is_computed_again() -> None
     world.check()
 
 
-def test_without_a_slot_for_its_state_a_request_is_computed_again() -> None:
+def test_one_that_is_not_kept_costs_nothing(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """Prefixes stay in host memory where retracted requests have all that its state needs, and no page is copied."""
+    world = KeptStateWorld(host_slots=1, write_policy=WRITE_BACK)
+    retracted, index = retracted_of(world), world.tree.sources[1].index
+    retracted_now(world)
+    while world.manager.saved.host.free > 20:
+        world.told(world.tokens(60))
+        evict_all(world)
+    tokens, free = index.tokens, world.manager.saved.host.free
+    copies: list[Any] = []
+    monkeypatch.setattr(world.manager.saved, "copy_out", lambda *given: copies.append(given))
+    second = retracted_now(world)
+    assert retracted.of(second) is None and retracted.counts["no_host_memory"] == 1 and not copies
+    assert (index.tokens, world.manager.saved.host.free) == (tokens, free)
+    assert "is full (1 states" in caplog.text, "another memory is said to be full"
+
+
+def test_without_a_slot_for_its_state_a_request_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As long as others run. With nothing running it is computed again."""
     world = KeptStateWorld(slots=3)
-    req = retracted_now(world)
+    retracted, req = retracted_of(world), retracted_now(world)
     evict_all(world)
-    for _ in range(3):
-        world.prompt(world.tokens(20))
-    assert readmit(world, req) == 0 and not retracted_of(world).kept
-    assert retracted_of(world).counts["recomputed"] == 1 and not retracted_of(world).slots.held
+    others = [world.prompt(world.tokens(20)) for _ in range(3)]
+    assert readmit(world, req) == 0 and retracted.waits_for_room(req) is not None
+    world.leave(others.pop(), insert=False)
+    assert readmit(world, req) == 69 and retracted.waits_for_room(req) is None
+    evict_all(world)
+    for other in others:
+        world.leave(other, insert=False)
+    monkeypatch.setattr(world.tree.states, "take_slot", lambda: None)
+    assert readmit(world, req) == 0 and not retracted.kept
+    assert retracted.counts["recomputed"] == 1 and not retracted.slots.held
     world.check()
+
+
+def full(*given: Any) -> None:
+    raise torch.OutOfMemoryError("none")
+
+
+def test_without_room_for_its_pages_no_state_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = KeptStateWorld()
+    monkeypatch.setattr(world.manager.saved, "_take", lambda pages: None)
+    retracted_now(world)
+    retracted = retracted_of(world)
+    assert retracted.counts["no_host_memory"] == 1 and not retracted.slots.host.used and not retracted.saved.held
+
+
+@pytest.mark.parametrize("drafts", [False, True], ids=["states", "drafts"])
+def test_a_copy_without_device_memory_loses_nothing(drafts: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """To the host: the request is computed again. Back: it waits, and what was taken for it is given back."""
+    world = KeptDraftWorld(200) if drafts else KeptStateWorld()
+    retracted, store = retracted_of(world), retracted_of(world).slots
+    with monkeypatch.context() as patched:
+        patched.setattr(store, "copy_out", full)
+        retracted_now(world)
+    assert retracted.counts["no_host_memory"] == 1 and not retracted.kept
+    assert not retracted.saved.held and not world.manager.saved.host.used and not store.host.used
+    req, other = retracted_now(world), world.prompt(world.tokens(20))
+    evict_all(world)
+    held, free = set(world.manager.segments.cached), world.allocator.available_size()
+    with monkeypatch.context() as patched:
+        patched.setattr(store, "restore", full)
+        assert readmit(world, req) == 0 and retracted.waits_for_room(req) is not None
+    assert (set(world.manager.segments.cached), world.allocator.available_size()) == (held, free)
+    assert readmit(world, req) == 69 and retracted.waits_for_room(req) is None
+    world.leave(other, insert=False)
+    world.check()
+
+
+@pytest.mark.parametrize("step", ["copy_out", "restore"])
+def test_a_rank_without_memory_for_a_state_keeps_all_from_going_on(step: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    machine = StatesRetractedRanksMachine()
+    for seed in range(2):
+        machine.admit(seed=seed, length=60, tail=0)
+        while any(req.prefilling for req in machine.running):
+            machine.extend(chunk=49)
+    stores = [member.retracted.slots for member in machine.pair.members]
+    if step == "copy_out":
+        monkeypatch.setattr(stores[1], step, full)
+    machine.retract(which=0, overlap=False)
+    counts = [member.retracted.counts for member in machine.pair.members]
+    if step == "copy_out":
+        assert all(x["no_host_memory"] == 1 for x in counts) and not any(store.host.used for store in stores)
+        return
+    assert all(x["kept"] == 1 for x in counts)
+    machine.each(lambda member: member.tree.make_pages(member.manager.geometry.num_pages, partly=True))
+    with monkeypatch.context() as patched:
+        patched.setattr(stores[1], step, full)
+        machine.readmit(which=0)
+    assert all(len(member.waiting) == 1 for member in machine.pair.members)
+    machine.readmit(which=0)
+    assert all(x["restored"] == 1 for x in counts)
 
 
 @pytest.mark.parametrize("how", ["aborted", "flushed", "weights"])

@@ -4,7 +4,7 @@ A retracted request is like one that has ended, whose tokens joined the prefix c
 When SGLang is about to admit it (``Req.init_next_round_input``), what the tree has lost of it meanwhile is restored as
 a segment of a node of its own. So SGLang's match finds all but its last token, which it computes. With exact fidelity
 the tree must not offer compressed prompts to others: there the node lies in a namespace that only its request looks
-into, and holds all of it. Where there is no room for the pages the request waits, as long as others run.
+into, and holds all of it. Where there is no room for the pages or for a state the request waits, as long as others run.
 
 Of a model with states a request goes on only from the state behind all tokens of its match. It goes to the host with
 the row, and comes back to the node where the row ends. Under overlap scheduling a pass is on its way that takes the
@@ -24,13 +24,14 @@ import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from sglang.srt.environ import envs
 from sglang.srt.mem_cache.base_prefix_cache import InsertParams, MatchPrefixParams
 
 from sglang_diffkv.config import UNTRIED_ENV, DiffKVConfig
+from sglang_diffkv.layout.ranks import OtherRankError
 from sglang_diffkv.mem_pool.saved_rows import Needed, SavedRow, SavedRows
 from sglang_diffkv.mem_pool.saved_slots import SavedSlots, SlotStore
 from sglang_diffkv.srt.models.speculation import algorithm_of
@@ -42,6 +43,8 @@ from sglang_diffkv.srt.versions import compat
 from sglang_diffkv.srt.versions import states as compat_states
 
 logger = logging.getLogger(__name__)
+
+Found = TypeVar("Found")
 
 
 def why_recomputed(configurator: Any, config: DiffKVConfig) -> str:
@@ -197,30 +200,48 @@ class Retracted(Restoring):
         hi = known // self.tree.page_size * self.tree.page_size
         if not hi:
             return
-        saved = self.saved.save(row, hi)
-        slots = None if saved is None else self._save_slots(req, row, hi)
-        if saved is not None and slots is None and self.slots is not None:
-            self.saved.drop(saved)
-            saved = None
-        if saved is None:
-            if not self.counts["no_host_memory"]:
-                logger.warning(
-                    "DiffKV: host memory for retracted requests is full (%d pages, \"host_gib\" in --diffkv-config); "
-                    "further ones are computed again.", self.saved.host.count,
-                )  # fmt: skip
-            self.counts["no_host_memory"] += 1
+        slots = None
+        if self.slots is not None:
+            slots = self.slots.take(hi if self.by_token else 1)
+            if slots is None:
+                what = "tokens of a draft model" if self.by_token else "states"
+                return self._not_kept(f'is full ({self.slots.host.count} {what}, "host_gib" in --diffkv-config)')
+        saved, copied = self.saved.save(row, hi), True
+        if saved is not None and slots is not None:
+            copied = self._launched(lambda: self._copy_out(slots, req, row, hi)) is not None
+        if saved is not None and copied:
+            self.kept[req] = Kept(req, saved, PrivateSpace() if self.alone else None, known, slots, awaited)
+            self.counts["kept"] += 1
             return
-        self.kept[req] = Kept(req, saved, PrivateSpace() if self.alone else None, known, slots, awaited)
-        self.counts["kept"] += 1
+        if slots is not None:
+            assert self.slots is not None
+            self.slots.drop(slots)
+        if saved is None:
+            self._not_kept(f'is full ({self.saved.host.count} pages, "host_gib" in --diffkv-config)')
+        else:
+            self.saved.drop(saved)
+            self._not_kept("gets no copy: the GPU has no memory for it")
 
-    def _save_slots(self, req: Any, row: int, hi: int) -> SavedSlots | None:
-        """Copy the state of a request to the host, or what a draft model stores of its first ``hi`` tokens; None if
-        there is neither, or no host memory."""
-        if self.slots is None:
-            return None
+    def _not_kept(self, why: str) -> None:
+        """A request is computed again. ``why``: what is wrong with host memory."""
+        if not self.counts["no_host_memory"]:
+            logger.warning("DiffKV: host memory for retracted requests %s; further ones are computed again.", why)
+        self.counts["no_host_memory"] += 1
+
+    def _copy_out(self, slots: SavedSlots, req: Any, row: int, hi: int) -> SavedSlots:
+        """Copy the state of a request to the host, or what a draft model stores of its first ``hi`` tokens."""
+        assert self.slots is not None
         if self.states:
-            return self.slots.save_now(compat_states.state_slot(req).reshape(1).long())
-        return self.slots.save_now(self.tree.req_to_token_pool.req_to_token[row, :hi].long())
+            return self.slots.copy_now(slots, compat_states.state_slot(req).reshape(1).long())
+        return self.slots.copy_now(slots, self.tree.req_to_token_pool.req_to_token[row, :hi].long())
+
+    def _launched(self, launch: Callable[[], Found]) -> Found | None:
+        """What ``launch`` gives, which copies slots; None if on any rank the device has no memory for that. With
+        several ranks all have to call it."""
+        try:
+            return self.manager.ranks.together(launch)
+        except (torch.OutOfMemoryError, OtherRankError):
+            return None
 
     @contextmanager
     def results_come(self, reqs: Sequence[Any], tokens: Callable[[], Sequence[int]] | None) -> Iterator[None]:
@@ -293,26 +314,29 @@ class Retracted(Restoring):
 
     def _restore(self, kept: Kept, key: Any, node: Any, at: int) -> bool:
         """Restore what follows the path to ``node``, which ends at ``at``; False, changing nothing in the tree but by
-        eviction, if there is no room. Should the tree have another part of ``key`` by then, or no slot for the state,
-        the request is computed again."""
+        eviction, if there is no room: also while others that run have all slots for states. Should the tree have
+        another part of ``key`` by then, or no slot though nothing runs, the request is computed again."""
         tree, needed = self.tree, self._needed(kept, at)
         tree.inc_lock_ref(node)
         try:
             room = self._expected_to_fit(kept, needed.pages) and self._make_room(kept.saved.hi - at, needed)
-            changed = room and tree.depth(tree.find(MatchPrefixParams(key=key)).last_device_node) != at
-            slot = tree.states.take_slot() if self.states and room and not changed else None
-            if changed or (self.states and room and slot is None):
+            if room and tree.depth(tree.find(MatchPrefixParams(key=key)).last_device_node) != at:
                 self.give_up(kept.req)
                 return False
-            end = self._insert(kept, key, node, at, needed) if room else None
+            slot = tree.states.take_slot() if self.states and room else None
+            if self.states and slot is None:
+                if room and self.ledger.idle:
+                    self.give_up(kept.req)
+                    return False
+                room = False
+            ready = room and (slot is None or self._launched(lambda: self._copy_back(kept, slot)) is not None)
+            end = self._insert(kept, key, node, at, needed) if ready else None
             if end is None:
                 if slot is not None:
                     tree.states.give_slot(slot)
                 kept.wanted = self._wanted(kept, needed.pages)
                 return False
             if slot is not None:
-                assert self.slots is not None and kept.slots is not None
-                self.slots.restore(kept.slots, slot)
                 tree.states.came_back(end, slot)
                 kept.restored = kept.restored or kept.saved.hi
             return True
@@ -326,21 +350,32 @@ class Retracted(Restoring):
         if not tokens:
             return node
         kv_slots = tree.token_to_kv_pool_allocator.alloc(tokens)
-        segment = self.saved.restore(kept.saved, at, needed) if kv_slots is not None else None
-        if kv_slots is not None and segment is None:
-            tree.token_to_kv_pool_allocator.free(kv_slots)
-        if kv_slots is None or segment is None:
+        if kv_slots is None:
             return None
-        if self.by_token:
-            assert self.slots is not None and kept.slots is not None
-            self.slots.restore(kept.slots, kv_slots.long(), at)
-        value = torch.cat([torch.zeros(at, dtype=torch.int64, device=kv_slots.device), kv_slots.long()])
+        value = self._launched(lambda: self._at(kept, kv_slots, at))
+        segment = None if value is None else self.saved.restore(kept.saved, at, needed)
+        if segment is None:
+            tree.token_to_kv_pool_allocator.free(kv_slots)
+            return None
         with tree.restoring(segment):
             tree.insert(InsertParams(key=upto, value=value, priority=getattr(kept.req, "priority", None) or 0))
         kept.restored = tokens
         start = at if kept.place is None else min(at, kept.place.start)
         kept.place = Place(upto, start, private=kept.space is not None)
         return tree.find(MatchPrefixParams(key=upto)).last_device_node
+
+    def _at(self, kept: Kept, kv_slots: torch.Tensor, at: int) -> torch.Tensor:
+        """KV slots (int64 [saved.hi]) for the tree, which has those before position ``at``. What a draft model stores
+        goes to the others."""
+        slots = kv_slots.long()
+        if self.by_token:
+            self._copy_back(kept, slots, at)
+        return torch.cat([torch.zeros(at, dtype=torch.int64, device=slots.device), slots])
+
+    def _copy_back(self, kept: Kept, slots: torch.Tensor, start: int = 0) -> torch.Tensor:
+        assert self.slots is not None and kept.slots is not None
+        self.slots.restore(kept.slots, slots, start)
+        return slots
 
     def _wanted(self, kept: Kept, pages: int) -> float:
         """High-tier tokens that a request takes with so many pages of it restored: also its last token, and what it is
