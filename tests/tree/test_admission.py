@@ -265,15 +265,15 @@ def test_structures_are_checked_after_every_kth_step(monkeypatch: pytest.MonkeyP
     scheduler = SimpleNamespace(
         token_to_kv_pool_allocator=allocator, running_batch=SimpleNamespace(batch_is_full=False, reqs=[])
     )
-    batch = SimpleNamespace(reqs=[], forward_mode=SimpleNamespace(is_idle=lambda: False))
+    batch = SimpleNamespace(reqs=[], forward_mode=SimpleNamespace(is_idle=lambda: False, is_decode=lambda: False))
     monkeypatch.setenv(CHECK_ENV, every)
     session.extend({1: 16})
-    hooks.process_batch_result(lambda self, batch: None, scheduler, batch)
+    hooks.process_batch_result(lambda self, batch, result: None, scheduler, batch, None)
     session.state.refcount[3] += 1
     failed = 0
     for _ in range(6):
         try:
-            hooks.process_batch_result(lambda self, batch: None, scheduler, batch)
+            hooks.process_batch_result(lambda self, batch, result: None, scheduler, batch, None)
         except AssertionError:
             failed += 1
     assert failed == checks
