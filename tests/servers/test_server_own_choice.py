@@ -19,7 +19,18 @@ from sglang_diffkv.config import CACHE_ENV, DiffKVConfig, load_config
 from sglang_diffkv.evaluate import client
 from sglang_diffkv.evaluate.prompts import load_tokenizer
 from sglang_diffkv.evaluate.server import Server
-from sglang_diffkv.ladder import JUDGING, LEAST_TOKENS, RUNGS, Loss, climb, rungs, scored_positions, text_of
+from sglang_diffkv.ladder import (
+    BY_LAYER,
+    JUDGING,
+    LEAST_TOKENS,
+    RUNGS,
+    Loss,
+    climb,
+    config_of,
+    rungs,
+    scored_positions,
+    text_of,
+)
 from sglang_diffkv.srt.startup.own_choice import ROUNDING
 from tests.servers.shared import START_TIMEOUT, STRICT, check_idle, stats_of, tokens
 from tests.tools.test_doctor import _run as run_doctor
@@ -79,17 +90,20 @@ def test_a_server_that_is_told_nothing_chooses_for_its_model(tmp_path: Path, mon
         stats = stats_of(server)
         assert len(client.run(server.url, [tokens(300, 1)], 24)[0].output_ids) == 24
     choice, configuration = stats["choice"], stats["configuration"]
-    rung, losses = choice["chosen"], judged(NANO, list(choice["millinats"]))
+    rung, raised, losses = choice["chosen"], choice.get("layers"), judged(NANO, list(choice["millinats"]))
     assert choice["tokens"] == LEAST_TOKENS
     assert 0 < choice["millinats"].pop(ROUNDING)["prompt"] < choice["millinats"][FP8]["prompt"]
-    for name, found in choice["millinats"].items():  # a token that was a toss-up may weigh much, by the CPU's bf16
+    compared = {name: found for name, found in choice["millinats"].items() if name in losses}
+    assert len(compared) > 2 and (raised is not None or rung in PLAIN)
+    for name, found in compared.items():  # a token that was a toss-up may weigh much, by the CPU's bf16
         expected = losses[name].report()
         assert found["prompt"] == pytest.approx(expected["prompt"], rel=0.5), name
         assert found["reply"] == pytest.approx(expected["reply"], rel=0.8), name
     taken, fp8 = choice["millinats"][rung], choice["millinats"][FP8]
     assert taken["prompt"] <= fp8["prompt"] and taken["reply"] <= fp8["reply"]
-    assert rung in PLAIN
-    served = load_config(json.dumps(RUNGS[rung]))
+    (_, upper), layers = BY_LAYER[0], json.loads((NANO / "config.json").read_text())["num_hidden_layers"]
+    by_layer = None if raised is None else config_of(DiffKVConfig(), upper, tuple(raised), layers)
+    served = by_layer or load_config(json.dumps(RUNGS[rung]))
     assert configuration["values"] == served.whole() and rung in configuration["thresholds"]
     assert configuration["sources"]["tiers"] == "auto"
     (file,) = tmp_path.glob("choice-*.json")
