@@ -100,6 +100,20 @@ def received(source: Session, row: int, target: Session, there: int, path: Path 
     return sent
 
 
+def prefix_of_47(target: Session) -> Path:
+    """That many tokens of a chat, in two segments that end within pages. No row refers to them."""
+    target.extend({1: 90}, check=False)
+    target.end_prompt(1)
+    first = target.share(1, 0, 31)
+    target.attach(2, [(first, 0, 26)])
+    target.extend({2: 64}, check=False)
+    target.end_prompt(2)
+    second = target.share(2, 26, 70)
+    target.release(1)
+    target.release(2)
+    return [(first, 0, 26), (second, 26, 47)]
+
+
 def table(manager: PageManager, row: int) -> list[np.ndarray]:
     """All of a row but the numbers of its pages: counts, ranges, and the bytes of its pages, by head and entry."""
     state, found = manager.state, []
@@ -194,16 +208,7 @@ def test_what_the_other_server_has_stays_here(
     it gets what lies behind, and from where the row may be written. It goes on as one that was computed here, and joins
     the tree."""
     source, target = (server(tiers, position_bytes=position_bytes) for _ in range(2))
-    target.extend({1: 90}, check=False)
-    target.end_prompt(1)
-    first = target.share(1, 0, 31)
-    target.attach(2, [(first, 0, 26)])
-    target.extend({2: 64}, check=False)
-    target.end_prompt(2)
-    second = target.share(2, 26, 70)
-    path = [(first, 0, 26), (second, 26, 47)]
-    target.release(1)
-    target.release(2)
+    path = prefix_of_47(target)
     if known:
         source.extend({3: known + WINDOW}, check=False)
         source.end_prompt(3)
@@ -224,7 +229,7 @@ def test_what_the_other_server_has_stays_here(
     rows = target.manager.rows
     assert (rows.length(5), rows.shared(5), rows.frozen(5)) == (length, start, frozen)
     assert seen_by(target.manager, 5, start) == seen_by(source.manager, 4, start)
-    target.attach(6, [(first, 0, 26), (second, 26, 47)])
+    target.attach(6, path)
     before = {place: held for place, held in seen_by(target.manager, 6).items() if place[3] < start}
     assert {place: held for place, held in seen_by(target.manager, 5).items() if place[3] < start} == before
     check(target.manager)

@@ -29,7 +29,7 @@ from sglang_diffkv.mem_pool.row_transfer import (
 from sglang_diffkv.mem_pool.segment_object import ObjectRefused
 from tests.dense import Dense, Session, stored
 from tests.helpers import PAIR, check, seen_by, until
-from tests.pages.test_row_transfer import FOUR, ROOM, exported, numbers, refused, same, server, ways
+from tests.pages.test_row_transfer import FOUR, ROOM, exported, numbers, prefix_of_47, refused, same, server, ways
 from tests.pages.test_rows_of_ranks import digests
 from tests.ranks import Pair
 
@@ -167,16 +167,7 @@ def test_what_the_decode_server_has_is_in_no_part(tiers: tuple[str, ...], tokens
     parts, heads, rows = 3, 3, []
     for count in (1, parts):
         source, target = ranks(count, heads, tiers=tiers), server(tiers, heads=heads)
-        target.extend({1: 90}, check=False)
-        target.end_prompt(1)
-        first = target.share(1, 0, 31)
-        target.attach(2, [(first, 0, 26)])
-        target.extend({2: 64}, check=False)
-        target.end_prompt(2)
-        second = target.share(2, 26, 70)
-        path = [(first, 0, 26), (second, 26, 47)]
-        target.release(1)
-        target.release(2)
+        path = prefix_of_47(target)
         computed(source, tokens)
         free = target.manager.device.free_pages()
         wanted = receive(source, target, 5, path, has=47)

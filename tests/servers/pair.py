@@ -9,14 +9,21 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import pytest
 import requests
 
 from benchmarks.paths import NANO
 from sglang_diffkv.evaluate.ports import Port
 from sglang_diffkv.evaluate.server import Server
+from sglang_diffkv.srt.versions import compat
 from tests.servers.loopback.mooncake.engine import SECONDS_ENV
 from tests.servers.shared import START_TIMEOUT, STRICT
 
+MARKS = [
+    pytest.mark.server,
+    pytest.mark.skipif(not compat.installed().disaggregation, reason="this SGLang is refused with it"),
+]
+"""Of tests with a pair."""
 ENGINE = Path(__file__).parent / "loopback"
 _ROOMS = itertools.count((os.getpid() << 32) + 1)
 

@@ -17,15 +17,12 @@ import requests
 from sglang_diffkv.mem_pool.row_transfer import SET_ASIDE_SECONDS
 from sglang_diffkv.srt.versions import compat
 from tests.helpers import until
-from tests.servers.pair import Pair, request
+from tests.servers.pair import MARKS, Pair, request
 from tests.servers.router import LEAVES, LOST, WHOLE, Asked, Downtime, ask, kill, start_again
 from tests.servers.sglang_router import needs_router, router
 from tests.servers.shared import STRICT, SharedServer, check_idle, stats_of
 
-pytestmark = [
-    pytest.mark.server,
-    pytest.mark.skipif(not compat.installed().disaggregation, reason="this SGLang is refused with it"),
-]
+pytestmark = MARKS
 
 LOSSLESS = {"tiers": ["BF16"]}
 DEFAULT = {"policy": {"name": "diffkv", "window": 24}, "page_tokens": 16, "share_min_tokens": 32}

@@ -18,10 +18,9 @@ import torch
 
 from sglang_diffkv.evaluate.server import Server
 from sglang_diffkv.key_means import write_key_means
-from sglang_diffkv.srt.versions import compat
 from tests.helpers import until
 from tests.servers.loopback.mooncake.engine import DAMAGE_ENV
-from tests.servers.pair import Pair, of_ranks, request
+from tests.servers.pair import MARKS, Pair, of_ranks, request
 from tests.servers.shared import STRICT, stats_of
 from tests.servers.test_server_disaggregation import (
     CHATS,
@@ -37,11 +36,7 @@ from tests.servers.test_server_disaggregation import (
 )
 from tests.servers.test_server_ranks_disaggregation import DAMAGE, aborts_in_each_phase, asked, scores
 
-pytestmark = [
-    pytest.mark.server,
-    pytest.mark.timeout(1800),
-    pytest.mark.skipif(not compat.installed().disaggregation, reason="this SGLang is refused with it"),
-]
+pytestmark = [*MARKS, pytest.mark.timeout(1800)]
 
 ROUNDING = 0.3
 """Of log-probabilities of this small model. One server of two ranks and one of one differ by as much."""

@@ -19,7 +19,7 @@ from sglang_diffkv.evaluate.server import Server
 from sglang_diffkv.srt.versions import compat
 from tests.helpers import until
 from tests.servers.loopback.mooncake.engine import DAMAGE_ENV
-from tests.servers.pair import Pair, of_ranks, request
+from tests.servers.pair import MARKS, Pair, of_ranks, request
 from tests.servers.shared import STRICT, stats_of
 from tests.servers.test_server_disaggregation import (
     CHATS,
@@ -34,11 +34,7 @@ from tests.servers.test_server_disaggregation import (
     settled,
 )
 
-pytestmark = [
-    pytest.mark.server,
-    pytest.mark.timeout(1800),
-    pytest.mark.skipif(not compat.installed().disaggregation, reason="this SGLang is refused with it"),
-]
+pytestmark = [*MARKS, pytest.mark.timeout(1800)]
 
 NEW = 12
 DAMAGE = "damage"

@@ -57,8 +57,6 @@ def why_recomputed(configurator: Any, config: DiffKVConfig) -> str:
         return "they come back through the prefix cache, which is off"
     if envs.SGLANG_RADIX_FORCE_MISS.get():
         return "SGLANG_RADIX_FORCE_MISS keeps requests from finding anything in the prefix cache"
-    if args.tp_size > 1 and compat.untried_on_a_gpu(getattr(args, "device", None), "", ""):
-        return f"with several ranks they were not seen to come back on a GPU; {UNTRIED_ENV}=1 lets you try"
     hybrid = configurator.mambaish_config
     page_size = compat.tree_page_size(getattr(configurator, "arguments", None) or configurator.server_args)
     if hybrid is not None and algorithm_of(args):
@@ -66,6 +64,7 @@ def why_recomputed(configurator: Any, config: DiffKVConfig) -> str:
     if getattr(hybrid, "short_conv_layer_ids", None):
         return "the model has short convolutions and n-grams beside its states, which would have to come back too"
     untried = {
+        "with several ranks": args.tp_size > 1,
         "with states": hybrid is not None,
         "with drafts": bool(algorithm_of(args)),
         "with --page-size": page_size > 1,
