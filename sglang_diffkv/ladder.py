@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib import resources
+from itertools import groupby
 from math import inf, isfinite
 from typing import Any
 
@@ -22,7 +23,7 @@ import torch
 from sglang_diffkv.config import DiffKVConfig
 from sglang_diffkv.key_means import AUTO
 
-FORMAT = 6
+FORMAT = 7
 """Raised where a choice of an older package is not to be used."""
 JUDGING = "judging.txt"
 """The text on which rungs are judged: one long account whose names and numbers return. Of a text in parts that know
@@ -33,7 +34,7 @@ TOKENS, LEAST_TOKENS = 2560, 1024
 SHARE, ERRORS = 0.9, 3.0
 """Of FP8's loss, which a rung loses at most on the text, and standard errors that are added to what it loses there. Of
 some models few tokens make most of the loss: then the errors are large, and on other texts it may be much larger."""
-SCORED = 256
+SCORED = 512
 """Queries of a prompt, and of a reply, whose next-token distributions are compared, at most."""
 
 
@@ -82,7 +83,8 @@ class Loss:
 
     Attributes:
         prompt: of a new prompt behind a cached one. reply: of the reply.
-        prompt_error, reply_error: standard errors of the mean differences from FP8's, position by position.
+        prompt_error, reply_error: standard errors of the mean differences from ``SHARE`` of FP8's, position by
+            position.
     """
 
     prompt: float
@@ -99,11 +101,11 @@ class Loss:
             fp8: the same of FP8. rounding: of ``RoundedAgain``, which is taken off.
         """
         means, errors = [], []
-        more = lost - rounding
+        more, allowed = lost - rounding, SHARE * (fp8 - rounding)
         for part in (slice(None, prompt), slice(prompt, None)):
-            mine = lost[part]
-            error = float((mine - fp8[part]).std()) / len(mine) ** 0.5
-            mean = float(more[part].mean())
+            mine = more[part]
+            error = float((mine - allowed[part]).std()) / len(mine) ** 0.5
+            mean = float(mine.mean())
             means.append(max(mean, 0.0) if isfinite(mean) else inf)
             errors.append(error if isfinite(error) else inf)
         return cls(*means, *errors)
@@ -227,16 +229,24 @@ def beside(given: DiffKVConfig, fields: Mapping[str, Any]) -> DiffKVConfig:
 
 
 def climb(names: Sequence[str], fp8: Loss, judge: Callable[[str], Loss]) -> Choice:
-    """The first of ``names`` that loses at most ``fp8``, if those behind it lose less. It is looked for by halves, so
-    few are judged. What is taken was judged, or is the last, which loses nothing."""
+    """The first of ``names`` that loses at most ``fp8``: among pairs of tiers first, behind them among single tiers, of
+    which each loses less than the ones before it. So each part is looked through by halves, and few are judged. A
+    single tier of values of 5 bits may lose more than a pair in fewer bytes. What is taken was judged, or loses
+    nothing."""
     judged: dict[str, Loss] = {}
-    first, last = 0, len(names) - 1
-    while first < last:
-        middle = (first + last) // 2
-        name = names[middle]
-        judged[name] = judge(name)
-        first, last = (first, middle) if judged[name].within(fp8) else (middle + 1, last)
-    return Choice(names[last], fp8, judged)
+    for _, found in groupby(names, key=lambda name: len(RUNGS[name]["tiers"])):
+        part = list(found)
+        first, last = 0, len(part)
+        while first < last:
+            middle = (first + last) // 2
+            name = part[middle]
+            if name != NOTHING_LOST:
+                judged[name] = judge(name)
+            holds = name == NOTHING_LOST or judged[name].within(fp8)
+            first, last = (first, middle) if holds else (middle + 1, last)
+        if first < len(part):
+            return Choice(part[first], fp8, judged)
+    return Choice(names[-1], fp8, judged)
 
 
 def most_groups(device: torch.device | str) -> int:

@@ -64,7 +64,14 @@ def test_the_first_rung_that_loses_no_more_than_fp8_is_taken(first: int) -> None
 
     choice = climb(names, FP8, judge)
     assert choice.rung == names[first] and list(choice.judged) == asked
-    assert len(asked) <= 3 and (first == len(names) - 1 or names[first] in asked), "what is taken was judged"
+    assert len(asked) <= (3 if len(RUNGS[names[first]]["tiers"]) == 2 else 5)
+    assert names[first] in asked or names[first] == ladder.NOTHING_LOST, "what is taken was judged"
+
+
+def test_a_single_tier_that_fails_hides_no_pair_with_fewer_bytes() -> None:
+    choice = climb(list(RUNGS), FP8, lambda name: LESS if name in {"K8V6 and K6V4", "K8V8"} else MORE)
+    assert choice.rung == "K8V6 and K6V4" and "K8V5" not in choice.judged
+    assert climb(list(RUNGS), FP8, lambda name: LESS if name == "K8V8" else MORE).rung == "K8V8"
 
 
 def test_prompts_and_replies_are_to_lose_no_more() -> None:
@@ -76,14 +83,15 @@ def test_prompts_and_replies_are_to_lose_no_more() -> None:
 
 def test_a_loss_of_divergences() -> None:
     fp8 = torch.tensor([1.0, 2.0, 3.0, 4.0, 9.0], dtype=torch.float64)
-    assert Loss.of(fp8, fp8, 2) == Loss(1.5, 16 / 3)
-    found = Loss.of(fp8 + torch.tensor([0.0, 2.0, 1.0, 1.0, 1.0]), fp8, 2)
-    assert (found.prompt, found.reply, found.reply_error) == (2.5, pytest.approx(19 / 3), 0.0)
-    assert found.prompt_error == pytest.approx(1.0)
+    found = Loss.of(fp8, fp8, 2)
+    assert (found.prompt, found.reply, found.prompt_error) == (1.5, 16 / 3, pytest.approx(0.05)), "a tenth of its own"
+    found = Loss.of(ladder.SHARE * fp8 + torch.tensor([0.0, 2.0, 1.0, 1.0, 1.0]), fp8, 2)
+    assert (found.prompt, found.reply) == (pytest.approx(2.35), pytest.approx(5.8))
+    assert (found.prompt_error, found.reply_error) == (pytest.approx(1.0), pytest.approx(0.0)), "from what is allowed"
     assert not Loss.of(fp8 * float("inf"), fp8, 2).within(Loss(9.0, 9.0))
     rounding = torch.tensor([1.0, 1.5, 8.0, 9.0, 9.0], dtype=torch.float64)
     found = Loss.of(fp8, fp8 + 1, 2, rounding)
-    assert found == Loss(0.25, 0.0), "less what rounding alone makes, and no less than nothing"
+    assert (found.prompt, found.reply) == (0.25, 0.0), "less what rounding alone makes, and no less than nothing"
     broken = torch.full((5,), float("inf"), dtype=torch.float64)
     assert Loss.of(broken, broken, 2, broken) == Loss(*[float("inf")] * 4), "logits that are not finite lose all"
 
