@@ -265,6 +265,9 @@ def test_two_servers_are_refused_by_the_name_of_other_releases_and_on_gpus(monke
         monkeypatch.setattr(disaggregation, "PAIRS_GPU_VERSIONS", seen)
         found = disaggregation.problems(_args(**HALF, device="cuda"), load_config("{}"))
         assert [f"set {UNTRIED_ENV}=1" in text for text in found] == [True] * (not seen)
+        monkeypatch.setattr(two, "RANKS_GPU_VERSIONS", seen)
+        found = disaggregation.problems(_args(**HALF, device="cuda", tp_size=2), load_config("{}"))
+        assert [f"set {UNTRIED_ENV}=1" in text for text in found] == [True] * (0 if seen else 2)
     _half_served(monkeypatch, False)
     (found,) = disaggregation.problems(_args(**HALF), load_config("{}"))
     assert "install SGLang 0.5.17, 0.5.21, 0.5.22, 0.5.23, or drop --disaggregation-mode" in found

@@ -928,6 +928,7 @@ def test_servers_of_other_ranks_go_together_or_are_told_both_numbers(
 def test_other_ranks_were_not_tried_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """A decode server of one rank does not know before it meets the other that it takes parts."""
     monkeypatch.delenv(UNTRIED_ENV, raising=False)
+    monkeypatch.setattr(disaggregation, "RANKS_GPU_VERSIONS", ())
     manager: Any = SimpleNamespace(
         kv_cache_dtype_str=disaggregation.told_of_rows({"kv_heads": 8}), attn_tp_size=1,
         diffkv_device=torch.device("cuda", 0),
@@ -945,7 +946,10 @@ def test_other_ranks_were_not_tried_on_a_gpu(monkeypatch: pytest.MonkeyPatch) ->
     assert len(mapped) == 1
     monkeypatch.setenv(UNTRIED_ENV, "1")
     meet(2)
-    assert len(mapped) == 2
+    monkeypatch.delenv(UNTRIED_ENV)
+    monkeypatch.setattr(disaggregation, "RANKS_GPU_VERSIONS", (compat.sglang_version(),))
+    meet(2)
+    assert len(mapped) == 3
 
 
 def test_a_prompt_gets_blocks_for_each_rank_that_sends(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -91,7 +91,8 @@ def problems(args: Any, config: DiffKVConfig) -> list[str]:
         f"{STAGING} with {OPTION}: unset it": os.environ.get(STAGING, "").lower() in ("1", "true", "yes", "y"),
     }
     unseen = [] if compat.sglang_version() in PAIRS_GPU_VERSIONS else [OPTION]
-    unseen += [f"--tp-size {given('tp_size')} with {OPTION}"] if (given("tp_size") or 1) > 1 else []
+    ranks_seen = compat.sglang_version() in disaggregation.RANKS_GPU_VERSIONS
+    unseen += [f"--tp-size {given('tp_size')} with {OPTION}"] if (given("tp_size") or 1) > 1 and not ranks_seen else []
     unseen += [PREFIXES] if given("disaggregation_decode_enable_radix_cache") else []
     untried = [text for what in unseen for text in compat.untried_on_a_gpu(given("device"), what, "drop it")]
     return untried + [text for text, wrong in found.items() if wrong]

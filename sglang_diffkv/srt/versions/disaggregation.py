@@ -13,7 +13,8 @@ from typing import Any
 import numpy as np
 
 from sglang_diffkv.layout.ranks import Ranks
-from sglang_diffkv.srt.versions.compat import installed, kv_of, row_of, untried_on_a_gpu
+from sglang_diffkv.releases import seen_on_gpu
+from sglang_diffkv.srt.versions.compat import installed, kv_of, row_of, sglang_version, untried_on_a_gpu
 
 logger = logging.getLogger(__name__)
 
@@ -377,9 +378,13 @@ def how_ranks_differ(manager: Any, info: Any, ours: str) -> str:
         return f"{differ}: {ALIKE}"
     if not heads or heads % there:
         return f"{differ}, and each of {heads} KV heads is on several ranks there: {AS_MANY}"
+    if sglang_version() in RANKS_GPU_VERSIONS:
+        return ""
     return "; ".join(untried_on_a_gpu(manager.diffkv_device, differ, AS_MANY))
 
 
+RANKS_GPU_VERSIONS = seen_on_gpu("two servers of several ranks")
+"""Versions of SGLang with which requests went from two ranks to as many, and to one, on GPUs."""
 AS_MANY = "start both with as many ranks"
 ALIKE = f"{AS_MANY}, or the prefill server with a multiple of the decode server's"
 
