@@ -19,7 +19,7 @@ import argparse
 import json
 import math
 import shlex
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -110,14 +110,22 @@ def collect(
     return replies
 
 
-def ask(server: Server, args: argparse.Namespace, prompts: Sequence[Sequence[int]], size: int) -> list[client.Record]:
-    """All prompts at one concurrency; at concurrency 1 the prefix cache is emptied before each."""
+def ask(
+    server: Server,
+    args: argparse.Namespace,
+    prompts: Sequence[Sequence[int]],
+    size: int,
+    fields: Sequence[Mapping[str, Any]] | None = None,
+) -> list[client.Record]:
+    """All prompts at one concurrency; at concurrency 1 the prefix cache is emptied before each. ``fields``: more of
+    each one's request."""
     if size > 1:
-        return client.run(server.url, prompts, args.max_new_tokens, concurrency=size, top_logprobs=2)
+        return client.run(server.url, prompts, args.max_new_tokens, concurrency=size, top_logprobs=2, fields=fields)
     replies = []
-    for ids in prompts:
+    for number, ids in enumerate(prompts):
         server.flush_cache()
-        replies.append(client.ask(server.url, ids, args.max_new_tokens, top_logprobs=2))
+        own = fields[number] if fields else None
+        replies.append(client.ask(server.url, ids, args.max_new_tokens, top_logprobs=2, fields=own))
     return replies
 
 

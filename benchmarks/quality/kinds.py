@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import shlex
 import shutil
 import time
@@ -30,7 +31,15 @@ import torch
 
 from benchmarks import splits
 from benchmarks.paths import NANO
-from benchmarks.quality import identity, make_checkpoints, random_drafts, random_hybrids, random_windows
+from benchmarks.quality import (
+    identity,
+    make_checkpoints,
+    random_adapters,
+    random_drafts,
+    random_hybrids,
+    random_vision,
+    random_windows,
+)
 from benchmarks.quality.drafts import OFTEN, STAGES, draft_args
 from sglang_diffkv.config import CHECK_ENV
 from sglang_diffkv.evaluate import client, report
@@ -53,6 +62,8 @@ GRAPHS = ("--cuda-graph-backend-prefill", "breakable")
 STATES = ("--disable-radix-cache", "--max-mamba-cache-size", "64")
 INTERPRETED = {"TRITON_INTERPRET": "1"}
 """On a CPU SGLang's kernels for states run so."""
+CANARY = ("--kv-canary", "raise", "--kv-canary-sweep-interval", "5")
+CANARY_ENV = {"SGLANG_KV_CANARY_ENABLE_VERIFY_TOKEN_ASSERT": "1", "SGLANG_KV_CANARY_STATS_PRINT_EVERY_N_STEPS": "5"}
 BATCH = 8
 GPU_ARGS = (
     "--max-total-tokens", "60000", "--max-running-requests", "16", "--mem-fraction-static", "0.9",
@@ -66,7 +77,8 @@ MOST_STATUS = 100
 
 @dataclass(frozen=True)
 class Asked:
-    """A server and the batch sizes in which it is asked. ``askings``: of a prompt, behind which it has prefix hits."""
+    """A server and the batch sizes in which it is asked. ``askings``: of a prompt, behind which it has prefix hits.
+    ``misses``: what its log lacks or should not have, in words."""
 
     name: str
     backend: str
@@ -75,17 +87,36 @@ class Asked:
     env: dict[str, str] = field(default_factory=dict)
     sizes: tuple[int, ...] = (BATCH,)
     askings: int = 1
+    misses: Callable[[str], str] = lambda log: ""
+
+
+@dataclass(frozen=True)
+class Request:
+    """The prompt of question ``number``, and more ``fields`` of ``/generate``, which ``label`` names. Of a text
+    log-probabilities are those behind token ``start``."""
+
+    number: int
+    ids: list[int]
+    label: str = ""
+    fields: dict[str, Any] = field(default_factory=dict)
+    start: int = 0
+
+
+def _plain(folder: Path, prompts: Sequence[list[int]]) -> list[Request]:
+    return [Request(number, ids) for number, ids in enumerate(prompts)]
 
 
 @dataclass(frozen=True)
 class Kind:
-    """``make`` writes the model into a folder; None for nano. ``random``: its weights are."""
+    """``make`` writes the model into a folder; None for nano. ``random``: its weights are. ``requests``: made of
+    prompts, and of texts whose log-probabilities are asked for."""
 
     about: str
     servers: Callable[[Path], list[Asked]]
     make: Callable[[Path], object] | None = None
     random: bool = False
     gpu: bool = False
+    requests: Callable[[Path, Sequence[list[int]]], list[Request]] = _plain
 
 
 def _stock(name: str = STOCK, *args: str, sizes: tuple[int, ...] = (BATCH,), backend: str = "") -> Asked:
@@ -192,6 +223,52 @@ def _sliding(make: Callable[[Path], None], about: str, *, gpu: bool = False) -> 
     return Kind(about, lambda folder: [*_chunked(), *_control("fa3")], make, random=True, gpu=gpu)
 
 
+def _with_adapters(folder: Path) -> list[Asked]:
+    args = (*random_adapters.adapter_args(folder), *(() if has_gpu() else ("--lora-backend", "torch_native")))
+    return [*_chunked(*args), _ours("default tiers", *args, config=DEFAULT, env=CHECKED)]
+
+
+def _under_adapters(folder: Path, prompts: Sequence[list[int]]) -> list[Request]:
+    """Every third prompt under none and under each adapter, side by side."""
+    names = (None, *random_adapters.NAMES)
+    some = list(enumerate(prompts))[:: len(names)]
+    return [Request(number, ids, name or "none", {"lora_path": name}) for number, ids in some for name in names]
+
+
+def _with_pictures(folder: Path) -> list[Asked]:
+    """The pictures' own attention by a kernel that every machine has."""
+    args = ("--mm-attention-backend", "triton_attn" if has_gpu() else "sdpa")
+    return [*_chunked(*args), *_control("fa3", *args), _ours("default tiers", *args, config=DEFAULT, env=CHECKED)]
+
+
+def _behind_pictures(folder: Path, prompts: Sequence[list[int]]) -> list[Request]:
+    """Every third prompt alone and behind each of two pictures, side by side."""
+    before, found = random_vision.picture_ids(folder), []
+    for number, ids in list(enumerate(prompts))[::3]:
+        found.append(Request(number, ids, "no picture"))
+        for seed in (1, 2):
+            fields = {"image_data": random_vision.picture(seed)}
+            behind = 1 + random_vision.IMAGE_TOKENS  # a picture's tokens have no log-probabilities
+            found.append(Request(number, [*before, *ids], f"picture {seed}", fields, behind))
+    return found
+
+
+def _with_canary() -> list[Asked]:
+    env = {**CANARY_ENV, **({} if has_gpu() else INTERPRETED)}
+    ours = [_ours("diffkv"), _ours("diffkv, chunks", *CHUNKS), _ours("default tiers", config=DEFAULT, env=CHECKED)]
+    watched = [replace(x, args=(*x.args, *CANARY), env={**x.env, **env}, misses=_canary_misses) for x in ours]
+    return [_stock(sizes=(1, BATCH)), *watched]
+
+
+def _canary_misses(log: str) -> str:
+    told = re.findall(r"protected_tokens=(\d+) sweep_passes=(\d+) violations=(\d+)", log)
+    if not told:
+        return "the canary said nothing"
+    tokens, sweeps, violations = map(int, told[-1])
+    right = tokens and sweeps and not violations
+    return "" if right else f"the canary saw {tokens} tokens in passes, {sweeps} sweeps and {violations} violations"
+
+
 KINDS = {
     "nano": Kind(
         "the trained model of the repository",
@@ -222,6 +299,21 @@ KINDS = {
     "experts": Kind("Qwen3-MoE", lambda folder: _chunked(), _checkpoint("qwen3-moe"), gpu=True),
     "gemma3": _sliding(random_windows.make_gemma3, "Gemma-3: sliding windows"),
     "gpt_oss": _sliding(random_windows.make_gpt_oss, "gpt-oss: sliding windows, sinks, experts", gpu=True),
+    "lora": Kind(
+        "adapters and none in a batch",
+        _with_adapters,
+        random_adapters.make_adapters,
+        gpu=True,  # SGLang pins memory for adapters
+        requests=_under_adapters,
+    ),
+    "vision": Kind(
+        "Qwen2.5-VL: pictures",
+        _with_pictures,
+        lambda folder: random_vision.make_qwen2_5_vl(folder, large=has_gpu()),
+        random=True,
+        requests=_behind_pictures,
+    ),
+    "kv_canary": Kind("SGLang's KV canary", lambda folder: _with_canary(), gpu=True),
     "ngram": Kind("drafts by n-grams", lambda folder: _drafted("NGRAM")),
     "standalone": Kind("drafts by the model itself", lambda folder: _drafted("STANDALONE")),
     "eagle": Kind("an EAGLE head by a linear map", lambda folder: _drafted("EAGLE", folder), _make_eagle),
@@ -247,8 +339,8 @@ KINDS = {
     "falcon_h1": _with_states("falcon_h1", "Falcon-H1: a state space", gpu=True),
     "lfm2": _with_states("lfm2", "LFM2: short convolutions", gpu=True, backend="flashinfer" if has_gpu() else ""),
 }
-DRAFTS_ON_NANO = {"eagle", "eagle_trees", "eagle3"}
-"""Kinds whose checkpoint is a draft model."""
+BESIDE_NANO = {"eagle", "eagle_trees", "eagle3", "lora"}
+"""Kinds whose checkpoint is a draft model, or adapters."""
 
 
 class Run:
@@ -283,7 +375,8 @@ class Run:
             made.rename(folder)
         if kind.random and not self.texts:
             raise ValueError("no texts for log-probabilities: ask more questions (--n)")
-        model = folder if kind.make is not None and name not in DRAFTS_ON_NANO else NANO
+        model = folder if kind.make is not None and name not in BESIDE_NANO else NANO
+        requests, texts = kind.requests(folder, self.prompts), kind.requests(folder, self.texts)
         servers: dict[str, Server] = {}
 
         def start(asked: Asked, log: Path) -> None:
@@ -312,12 +405,16 @@ class Run:
             with ThreadPoolExecutor(len(asked_of)) as pool:
                 list(pool.map(start, asked_of, logs))
                 ready = [x for x in asked_of if x.name in servers]
-                replies = dict(zip([x.name for x in ready], pool.map(lambda x: self._ask(servers[x.name], x), ready)))
+                found = pool.map(lambda x: self._ask(servers[x.name], x, requests), ready)
+                replies = dict(zip([x.name for x in ready], found))
                 told = {}
                 if kind.random:
-                    told = dict(zip(servers, pool.map(self._tell, servers.values())))
+                    told = dict(zip(servers, pool.map(lambda x: self._tell(x, texts), servers.values())))
             if not self._broken_off.is_set():
-                self._compare(name, replies, told, random=kind.random)
+                for asked in ready:
+                    if wrong := asked.misses(servers[asked.name].log_text()):
+                        self._fail(name, asked.name, wrong)
+                self._compare(name, replies, told, requests, random=kind.random)
                 self.write()
         finally:
             _stop(servers.values())
@@ -340,25 +437,27 @@ class Run:
             (self.args.output / "kinds.json").write_text(json.dumps(data, indent=1), encoding="utf-8")
             (self.args.output / "kinds.md").write_text(report.markdown(HEADER, rows) + "\n", encoding="utf-8")
 
-    def _ask(self, server: Server, asked: Asked) -> dict[tuple[int, bool], list[client.Record]] | str:
+    def _ask(
+        self, server: Server, asked: Asked, requests: Sequence[Request]
+    ) -> dict[tuple[int, bool], list[client.Record]] | str:
         """Replies by batch size and whether the prefix cache had the prompts; what went wrong instead."""
-        found = {}
+        prompts, fields, found = [x.ids for x in requests], [x.fields for x in requests], {}
         try:
             for size in asked.sizes:
                 server.flush_cache()
-                found[size, False] = identity.ask(server, self.args, self.prompts, size)
+                found[size, False] = identity.ask(server, self.args, prompts, size, fields)
             for _ in range(asked.askings - 1):
-                identity.ask(server, self.args, self.prompts, asked.sizes[-1])
-            found[asked.sizes[-1], True] = identity.ask(server, self.args, self.prompts, asked.sizes[-1])
+                identity.ask(server, self.args, prompts, asked.sizes[-1], fields)
+            found[asked.sizes[-1], True] = identity.ask(server, self.args, prompts, asked.sizes[-1], fields)
         except Exception as error:
             return repr(error)[:300]
         return found
 
-    def _tell(self, server: Server) -> list[float] | str:
+    def _tell(self, server: Server, texts: Sequence[Request]) -> list[float] | str:
         """Log-probabilities of the texts' tokens; what went wrong instead."""
         try:
             server.flush_cache()
-            told = [client.score(server.url, ids, 0).input_logprobs for ids in self.texts]
+            told = [client.score(server.url, x.ids, x.start, fields=x.fields).input_logprobs for x in texts]
         except Exception as error:
             return repr(error)[:300]
         found = [x for text in told for x in text]
@@ -370,7 +469,9 @@ class Run:
         self.failures.append(f"{kind}, {server}: {what}")
         print(f"[{time.strftime('%H:%M:%S')}] {self.failures[-1]}", flush=True)
 
-    def _compare(self, kind: str, replies: dict[str, Any], told: dict[str, Any], *, random: bool) -> None:
+    def _compare(
+        self, kind: str, replies: dict[str, Any], told: dict[str, Any], requests: Sequence[Request], *, random: bool
+    ) -> None:
         for server, found in (*replies.items(), *told.items()):
             if isinstance(found, str):
                 self._fail(kind, server, found)
@@ -380,12 +481,17 @@ class Run:
         if reference is None:
             self._fail(kind, STOCK, "no reference")
             return
+        items = [self.items[x.number] for x in requests]
+        items = [replace(x, id=f"{x.id}, {y.label}" if y.label else x.id) for x, y in zip(items, requests, strict=True)]
+        alike = _alike(requests, next(iter(reference.values())))
+        if 2 * len(alike) > len({x.number for x in requests}):
+            self._fail(kind, STOCK, f"{len(alike)} questions have the same reply whatever is asked beside them")
         for server, found in replies.items():
             for (size, hits), got in found.items():
                 beside = (size, hits) if server != STOCK and (size, hits) in reference else (1, False)
                 if (server, size, hits) == (STOCK, 1, False) or beside not in reference:
                     continue
-                differ = identity.compare(server, "", self.items, reference[beside], got, self.args.tie)
+                differ = identity.compare(server, "", items, reference[beside], got, self.args.tie)
                 variant = f"batch {size}" + (", hits" if hits else "")
                 cells = identity.cells(differ, reference[beside], got)
                 self.rows.append([kind, server, variant, f"batch {beside[0]}", *cells])
@@ -402,6 +508,17 @@ class Run:
             self.rows.append([kind, server, f"{len(moved)} prompt tokens", "log-probabilities", *numbers, "", "", ""])
             if server != "default tiers" and not mean <= self.args.moved:
                 self._fail(kind, server, f"log-probabilities of prompt tokens moved by {mean:.4f} on average")
+
+
+def _alike(requests: Sequence[Request], replies: Sequence[client.Record]) -> set[int]:
+    """Questions of which two requests have the same reply: one's cache in the other's place would not be seen."""
+    seen, found = set(), set()
+    for request, reply in zip(requests, replies, strict=True):
+        key = (request.number, tuple(reply.output_ids))
+        if key in seen:
+            found.add(request.number)
+        seen.add(key)
+    return found
 
 
 def _stop(servers: Iterable[Server]) -> None:

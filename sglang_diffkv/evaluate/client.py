@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
@@ -44,14 +44,17 @@ def ask(
     max_new_tokens: int,
     *,
     top_logprobs: int = 0,
+    fields: Mapping[str, Any] | None = None,
     timeout: float = 1800.0,
     access: Access = OPEN,
 ) -> Record:
     """Greedy continuation of one prompt; ``top_logprobs`` > 0 asks for log-probabilities as well.
 
-    With ``max_new_tokens`` 0 the prompt is only read, and joins the prefix cache. Raises RequestError.
+    With ``max_new_tokens`` 0 the prompt is only read, and joins the prefix cache. ``fields``: more of ``/generate``.
+    Raises RequestError.
     """
     payload: dict[str, Any] = {
+        **(fields or {}),
         "input_ids": list(input_ids),
         "sampling_params": {"temperature": 0, "max_new_tokens": max_new_tokens},
     }
@@ -66,6 +69,7 @@ def score(
     start: int,
     *,
     top_logprobs: int = 0,
+    fields: Mapping[str, Any] | None = None,
     timeout: float = 1800.0,
     access: Access = OPEN,
 ) -> Record:
@@ -74,9 +78,10 @@ def score(
     ``top_logprobs`` > 0 asks for the most likely tokens at their positions as well, as ``input_top_logprobs``.
 
     Tokens before ``start`` come from the prefix cache as far as it has them; SGLang gives none for the token at
-    ``start`` itself. Raises RequestError.
+    ``start`` itself. ``fields``: more of ``/generate``. Raises RequestError.
     """
     payload: dict[str, Any] = {
+        **(fields or {}),
         "input_ids": list(input_ids),
         "sampling_params": {"temperature": 0, "max_new_tokens": 0},
         "return_logprob": True,
@@ -156,16 +161,21 @@ def run(
     *,
     concurrency: int = 8,
     top_logprobs: int = 0,
+    fields: Sequence[Mapping[str, Any]] | None = None,
     access: Access = OPEN,
 ) -> list[Record]:
-    """Ask all prompts, at most ``concurrency`` at a time; the records are in the prompts' order."""
+    """Ask all prompts, at most ``concurrency`` at a time; the records are in the prompts' order. ``fields``: more of
+    each one's request."""
     limits = [max_new_tokens] * len(prompts) if isinstance(max_new_tokens, int) else list(max_new_tokens)
     if len(limits) != len(prompts):
         raise ValueError(f"{len(prompts)} prompts but {len(limits)} values of max_new_tokens")
+    more: Sequence[Mapping[str, Any]] = [{}] * len(prompts) if fields is None else fields
+    if len(more) != len(prompts):
+        raise ValueError(f"{len(prompts)} prompts but {len(more)} sets of fields")
     pool = ThreadPoolExecutor(concurrency)
     futures = [
-        pool.submit(ask, url, ids, limit, top_logprobs=top_logprobs, access=access)
-        for ids, limit in zip(prompts, limits)
+        pool.submit(ask, url, ids, limit, top_logprobs=top_logprobs, fields=own, access=access)
+        for ids, limit, own in zip(prompts, limits, more)
     ]
     try:
         return [future.result() for future in futures]

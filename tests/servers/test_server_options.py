@@ -16,10 +16,9 @@ from typing import Any
 
 import pytest
 import requests
-import torch
-from safetensors.torch import save_file
 
 from benchmarks.paths import NANO
+from benchmarks.quality.random_adapters import adapter_args, make_adapters
 from sglang_diffkv.evaluate.server import Server
 from sglang_diffkv.srt.versions.compat import installed
 from tests.servers.events import Events
@@ -35,22 +34,6 @@ UNPINNED = Path(__file__).parents[1] / "data" / "unpinned"
 RUNNING = 6
 
 
-def _adapter(folder: Path, seed: int) -> Path:
-    """A random LoRA adapter of the nano model."""
-    folder.mkdir()
-    draw = torch.Generator().manual_seed(seed)
-    config = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj"], "bias": "none"}
-    (folder / "adapter_config.json").write_text(json.dumps({**config, "task_type": "CAUSAL_LM", "lora_dropout": 0.0}))
-    weights = {}
-    for layer in range(6):
-        for name, width in (("q_proj", 256), ("v_proj", 128)):
-            prefix = f"base_model.model.model.layers.{layer}.self_attn.{name}.lora_"
-            weights[prefix + "A.weight"] = torch.randn(4, 256, generator=draw) * 0.1
-            weights[prefix + "B.weight"] = torch.randn(width, 4, generator=draw) * 0.3
-    save_file(weights, folder / "adapter_model.safetensors")
-    return folder
-
-
 @pytest.fixture(scope="module", params=["no canary", pytest.param("canary", marks=pytest.mark.full)])
 def listened(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
@@ -61,8 +44,8 @@ def listened(
     args = ["--max-total-tokens", "2000", "--max-running-requests", str(RUNNING), "--chunked-prefill-size", "128"]
     args += ["--disable-cuda-graph"]
     args += ["--kv-events-config", events.option()]
-    args += ["--enable-lora", "--lora-paths", *(f"{x}={_adapter(folder / x, i)}" for i, x in enumerate("ab"))]
-    args += ["--max-lora-rank", "4", "--lora-backend", "torch_native", "--max-loras-per-batch", "3"]
+    make_adapters(folder)
+    args += [*adapter_args(folder), "--lora-backend", "torch_native"]
     args += ["--strip-thinking-cache", "--reasoning-parser", "qwen3", "--enable-priority-scheduling"]
     args += ["--enable-return-hidden-states", "--enable-custom-logit-processor"]
     env = {**STRICT, "PYTHONPATH": os.pathsep.join([str(UNPINNED), os.environ.get("PYTHONPATH", "")])}

@@ -5,20 +5,14 @@ The model is a Qwen2.5-VL of random weights; its positions have three parts (mro
 
 from __future__ import annotations
 
-import base64
-import io
-import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
-import torch
-from PIL import Image
 
-from benchmarks.paths import NANO
+from benchmarks.quality.random_vision import IMAGE_TOKENS, PICTURE, make_qwen2_5_vl, picture
 from sglang_diffkv.evaluate import client
 from sglang_diffkv.evaluate.server import Server, stock_backend
 from tests.servers.identity import check_tokens
@@ -26,50 +20,10 @@ from tests.servers.shared import STRICT, check_idle, stats_of
 
 pytestmark = [pytest.mark.server, pytest.mark.full, pytest.mark.timeout(1800)]
 
-START, END, IMAGE, VIDEO = "<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>"
-IMAGE_TOKENS = 64
-"""Of a picture of 224 by 224 points."""
-
-
-def _make(folder: Path) -> None:
-    from transformers import AutoTokenizer, Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
-
-    tokenizer = AutoTokenizer.from_pretrained(NANO)
-    tokenizer.add_special_tokens({"additional_special_tokens": [START, END, IMAGE, VIDEO]})
-    start, end, image, video = tokenizer.convert_tokens_to_ids([START, END, IMAGE, VIDEO])
-    text = {
-        "vocab_size": 8256, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 4,
-        "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 8192,
-        "tie_word_embeddings": False,
-        "rope_theta": 500000.0, "rope_scaling": {"type": "mrope", "rope_type": "default", "mrope_section": [8, 12, 12]},
-        "bos_token_id": 1, "eos_token_id": 2,
-    }  # fmt: skip
-    vision = {
-        "depth": 2, "hidden_size": 64, "intermediate_size": 128, "num_heads": 2, "out_hidden_size": 256,
-        "fullatt_block_indexes": [1],
-    }  # fmt: skip
-    config = Qwen2_5_VLConfig(
-        text_config=text, vision_config=vision, image_token_id=image, video_token_id=video,
-        vision_start_token_id=start, vision_end_token_id=end, tie_word_embeddings=False,
-    )  # fmt: skip
-    torch.manual_seed(0)
-    model = Qwen2_5_VLForConditionalGeneration(config).to(torch.bfloat16)
-    with torch.no_grad():
-        for weight in model.parameters():
-            if weight.dim() > 1:
-                weight.mul_(4)  # so that logits are apart
-    model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    processor = {
-        "image_processor_type": "Qwen2VLImageProcessor", "processor_class": "Qwen2_5_VLProcessor", "merge_size": 2,
-        "min_pixels": 3136, "max_pixels": 12845056, "patch_size": 14, "temporal_patch_size": 2,
-    }  # fmt: skip
-    (folder / "preprocessor_config.json").write_text(json.dumps(processor))
-
 
 @pytest.fixture
 def serve(tmp_path: Path) -> Callable[..., Any]:
-    _make(tmp_path)
+    make_qwen2_5_vl(tmp_path)
 
     @contextmanager
     def start(config: dict[str, Any] | None, *args: str) -> Iterator[Server]:
@@ -82,13 +36,6 @@ def serve(tmp_path: Path) -> Callable[..., Any]:
     return start
 
 
-def _picture(seed: int) -> str:
-    points = np.random.default_rng(seed).integers(0, 256, (224, 224, 3), dtype=np.uint8)
-    data = io.BytesIO()
-    Image.fromarray(points).save(data, "PNG")
-    return "data:image/png;base64," + base64.b64encode(data.getvalue()).decode()
-
-
 ASKED = [
     ("the cat sat on the mat", None), ("what is in this picture", 1), ("what is in this picture", 1),
     ("what is in this picture", 2), ("what is in this picture tell me", 2), ("name the colours", 1),
@@ -98,10 +45,10 @@ ASKED = [
 
 def _ask(server: Server) -> list[client.Record]:
     replies = []
-    for text, picture in ASKED:
-        more = {} if picture is None else {"image_data": _picture(picture)}
+    for text, number in ASKED:
+        more = {} if number is None else {"image_data": picture(number)}
         request = {
-            "text": text if picture is None else f"{START}{IMAGE}{END} {text}", "return_logprob": True,
+            "text": text if number is None else f"{PICTURE} {text}", "return_logprob": True,
             "top_logprobs_num": 2, "sampling_params": {"temperature": 0, "max_new_tokens": 24, "ignore_eos": True},
         }  # fmt: skip
         replies.append(client.record(server.generate({**request, **more})))

@@ -19,8 +19,10 @@ def record(ids, gap=1.0):
 
 @pytest.fixture
 def servers(monkeypatch):
-    """Servers by name that answer 1, 2, 3 unless ``wrong`` has another reply of theirs; ``broken`` do not start."""
+    """Servers by name that answer 1, 2, 3 unless ``wrong`` has another first reply of theirs, or ``replies`` tells all;
+    ``broken`` do not start."""
     seen = SimpleNamespace(started=[], stopped=[], wrong={}, broken=set(), moved={}, stopping=lambda server: None)
+    seen.logs, seen.fields, seen.replies, seen.scored = {}, {}, {}, {}
 
     class Fake:
         def __init__(self, model, backend, args, *, diffkv_config, env, timeout, log_path):
@@ -39,13 +41,20 @@ def servers(monkeypatch):
         def flush_cache(self):
             pass
 
-    def ask(server, args, prompts, size):
+        def log_text(self):
+            return seen.logs.get(self.name, "")
+
+    def ask(server, args, prompts, size, fields):
+        seen.fields[server.name] = fields
+        if own := seen.replies.get(server.name):
+            return [record(own(ids, more)) for ids, more in zip(prompts, fields, strict=True)]
         reply = seen.wrong.get(server.name, record([1, 2, 3]))
         if isinstance(reply, Exception):
             raise reply
         return [reply] + [record([1, 2, 3]) for _ in prompts[1:]]
 
-    def score(url, ids, start):
+    def score(url, ids, start, fields):
+        seen.scored.setdefault(url, []).append((start, fields))
         return SimpleNamespace(input_logprobs=[seen.moved.get(url, 0.0)] * len(ids))
 
     monkeypatch.setattr(kinds, "Server", Fake)
@@ -191,12 +200,76 @@ def test_random_weights_are_judged_by_log_probabilities(servers, tmp_path, monke
 
 def test_a_draft_model_is_not_the_model(servers, tmp_path, monkeypatch):
     kind = kinds.KINDS["eagle3"]
-    assert set(kinds.KINDS) >= kinds.DRAFTS_ON_NANO
+    assert set(kinds.KINDS) >= kinds.BESIDE_NANO
     monkeypatch.setitem(kinds.KINDS, "eagle3", kinds.replace(kind, make=lambda folder: folder.mkdir(parents=True)))
     failed, _ = run(tmp_path, "eagle3")
     assert failed == 0 and {x.model for x in servers.started} == {str(kinds.NANO)}
     (drafting,) = [x for x in servers.started if x.name == "eagle3_diffkv"]
     assert drafting.args[drafting.args.index("--speculative-draft-model-path") + 1].endswith("models/eagle3")
+
+
+ADAPTED = ("stock", "diffkv", "stock_chunks", "diffkv_chunks", "default_tiers")
+
+
+def adapted(ids, fields):
+    """Replies of adapters differ."""
+    return [1, 2, {None: 3, "a": 4, "b": 5}[fields["lora_path"]]]
+
+
+def test_adapters_are_asked_side_by_side(servers, tmp_path):
+    servers.replies = {f"lora_{name}": adapted for name in ADAPTED}
+    failed, data = run(tmp_path, "lora")
+    assert failed == 0, data["failures"]
+    assert [x["lora_path"] for x in servers.fields["lora_diffkv"]] == [None, "a", "b"] * 2
+    assert {x.model for x in servers.started} == {str(kinds.NANO)}
+    for server in servers.started:
+        at = server.args.index("--lora-paths")
+        assert server.args[at + 1 : at + 3] == [f"{name}={tmp_path}/models/lora/{name}" for name in "ab"]
+    assert (tmp_path / "models" / "lora" / "b" / "adapter_model.safetensors").is_file()
+    servers.replies["lora_diffkv"] = lambda ids, fields: adapted(ids, {"lora_path": fields["lora_path"] and "a"})
+    failed, data = run(tmp_path, "lora")
+    assert failed == 3 and all("2 replies are not stock's" in x and ", b from token 2" in x for x in data["failures"])
+
+
+def test_adapters_that_change_nothing_are_a_failure(servers, tmp_path):
+    failed, data = run(tmp_path, "lora")
+    assert failed == 1 and "lora, stock: 2 questions have the same reply" in data["failures"][0]
+
+
+def test_pictures_go_before_texts(servers, tmp_path, monkeypatch):
+    kind = kinds.replace(kinds.KINDS["vision"], make=lambda folder: folder.mkdir(parents=True))
+    monkeypatch.setitem(kinds.KINDS, "vision", kind)
+    monkeypatch.setattr(kinds.random_vision, "picture_ids", lambda folder: [8193, 8195, 8194])
+    seen = {}
+
+    def reply(ids, fields):
+        seen[len(seen)] = list(ids[:3])
+        return [1, 2, int(sum(fields.get("image_data", "").encode()))]
+
+    servers.replies = {f"vision_{name}": reply for name in ADAPTED}
+    failed, data = run(tmp_path, "vision", n=12)
+    assert failed == 0, data["failures"]
+    pictures = [x.get("image_data") for x in servers.fields["vision_diffkv"]]
+    assert pictures[0] is None and pictures[1] != pictures[2] and pictures == pictures[:3] * 4
+    assert [seen[x] == [8193, 8195, 8194] for x in range(3)] == [False, True, True]
+    starts = [start for start, _ in servers.scored["vision_diffkv"]]
+    assert starts == [0, 1 + kinds.random_vision.IMAGE_TOKENS, 1 + kinds.random_vision.IMAGE_TOKENS]
+
+
+def test_the_canary_s_words_are_read(servers, tmp_path):
+    told = "[canary] step=5 protected_tokens={} sweep_passes={} violations={} mode=raise"
+    names = [f"kv_canary_{name}" for name in ("diffkv", "diffkv_chunks", "default_tiers")]
+    servers.logs = {name: told.format(900, 3, 0) for name in names}
+    assert run(tmp_path, "kv_canary")[0] == 0
+    assert all(("--kv-canary" in x.args) == (x.config is not None) for x in servers.started)
+    for wrong, words in (
+        (told.format(900, 3, 1), "1 violations"),
+        (told.format(0, 3, 0), "saw 0 tokens"),
+        ("", "said nothing"),
+    ):
+        servers.logs["kv_canary_diffkv"] = wrong
+        failed, data = run(tmp_path, "kv_canary")
+        assert failed == 1 and data["failures"][0].startswith("kv_canary, diffkv: ") and words in data["failures"][0]
 
 
 def test_list(capsys):
