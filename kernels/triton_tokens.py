@@ -190,7 +190,8 @@ def requantized(
         codes = element_codes(page + OFFSET + slot[:, None, None] * (DIM * FROM // 8), element, mask, DIM, FROM)
         scale, zero = meta_pair(tl.load(number_at(page, META, slot), mask=chosen, other=0))
         x = codes.to(tl.float32) * scale[:, None, None] + zero[:, None, None]
-    return quantize_groups(x, inside, TO, FROM if TURNED or FROM == TO else 0)
+    wanted = tl.max(chosen.to(tl.int32), 0) > 0
+    return quantize_groups(x, inside, TO, FROM if TURNED or FROM == TO else 0, wanted)
 
 
 @triton.jit

@@ -56,18 +56,18 @@ def move_kernel(
         demoted = tl.load(demote_in + flat) >= 0
         if TIERS > 2:
             demoted = demoted & (tl.load(tier_in + flat) == tier)
-        number = tl.load(target_in + flat)
-        entry = tl.load(own_entry + at * TIERS + tier) + number // LAYOUTS[tier][I_TOKENS]
-        column = table_column(entry, tier, MAX_BLOCKS)
-        index = table_index(row_blocks, row, layer, head, column, demoted, MAX_BLOCKS, L, H)
-        low_page = tl.load(page_table + index, mask=demoted, other=0)
-        target = pages + low_page.to(tl.int64) * PAGE_BYTES + one
-        low_slot = number % LAYOUTS[tier][I_TOKENS] + one
-        keep = demoted & (one == 0)
-        codes = requantized_tokens(source, slot, keep, raw_like.dtype, HIGH, layout_of(LAYOUTS, tier), D, DV)
-        score = load_scores(source, HIGH[I_SCORES], slot, keep)
-        position = load_positions(source, HIGH[I_POSITIONS], slot, keep)
-        store_tokens(target, low_slot, keep, codes, score, position, layout_of(LAYOUTS, tier), D, DV)
+        if demoted:  # codes of a tier are worked out where a token goes to it
+            number = tl.load(target_in + flat)
+            entry = tl.load(own_entry + at * TIERS + tier) + number // LAYOUTS[tier][I_TOKENS]
+            column = table_column(entry, tier, MAX_BLOCKS)
+            index = table_index(row_blocks, row, layer, head, column, True, MAX_BLOCKS, L, H)
+            target = pages + tl.load(page_table + index).to(tl.int64) * PAGE_BYTES + one
+            low_slot = number % LAYOUTS[tier][I_TOKENS] + one
+            keep = one == 0
+            codes = requantized_tokens(source, slot, keep, raw_like.dtype, HIGH, layout_of(LAYOUTS, tier), D, DV)
+            score = load_scores(source, HIGH[I_SCORES], slot, keep)
+            position = load_positions(source, HIGH[I_POSITIONS], slot, keep)
+            store_tokens(target, low_slot, keep, codes, score, position, layout_of(LAYOUTS, tier), D, DV)
     store_positions(source, HIGH[I_POSITIONS], slot, one + EMPTY, one == 0)
     tl.store(hole + at, leave)
 

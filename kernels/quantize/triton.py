@@ -77,12 +77,12 @@ def group_elements(W: tl.constexpr, WP: tl.constexpr, BITS: tl.constexpr):
 
 
 @triton.jit
-def quantize_groups(x, inside, BITS: tl.constexpr, SOURCE_BITS: tl.constexpr = 0):
+def quantize_groups(x, inside, BITS: tl.constexpr, SOURCE_BITS: tl.constexpr = 0, wanted=None):
     """Quantise vectors laid out by groups.
 
     Args:
         x: [R, groups, WP] float32. inside: mask of the elements that exist, broadcastable to x. SOURCE_BITS: as of
-            ``reference.quantize``.
+            ``reference.quantize``. wanted: bool, None for true; if it is false, no codes are used, and none looked for.
 
     Returns:
         a tuple with each slice's bytes [R, chunks * WP] uint8; (scale, zero point) words [R] int32.
@@ -97,7 +97,7 @@ def quantize_groups(x, inside, BITS: tl.constexpr, SOURCE_BITS: tl.constexpr = 0
         known = (span > 0) & (span < LARGEST)
         units = tl.div_rn(x - low[:, None, None], tl.where(known, span, 1.0)[:, None, None])
         units = (tl.where(inside & known[:, None, None], units, 0.0) * UNITS + ROUND) - ROUND
-        below, above = chosen_ends(units, inside, low, BITS, SOURCE_BITS)
+        below, above = chosen_ends(units, inside, low, wanted, BITS, SOURCE_BITS)
         share = 1.0 - (below + above) * (1.0 / UNITS)
         scale = tl.minimum(tl.div_rn(span * share, levels * 1.0), HALF_MAX).to(tl.float16)
         top = tl.minimum(tl.maximum(high, -HALF_MAX), HALF_MAX)
@@ -131,9 +131,9 @@ def quantize_groups(x, inside, BITS: tl.constexpr, SOURCE_BITS: tl.constexpr = 0
 
 
 @triton.jit
-def chosen_ends(units, inside, like, BITS: tl.constexpr, SOURCE_BITS: tl.constexpr):
+def chosen_ends(units, inside, like, wanted, BITS: tl.constexpr, SOURCE_BITS: tl.constexpr):
     """Units, of the shape of ``like`` [R], that the outermost codes lie above the least and below the largest of
-    elements in ``units`` [R, groups, WP]."""
+    elements in ``units`` [R, groups, WP]; nothing is looked for if ``wanted`` is false."""
     count: tl.constexpr = count_cuts(BITS, SOURCE_BITS)
     first: tl.constexpr = first_cut_of(BITS, SOURCE_BITS) * 1.0
     below = tl.full(like.shape, cut_of(BITS, SOURCE_BITS, 0), tl.float32)
@@ -142,7 +142,10 @@ def chosen_ends(units, inside, like, BITS: tl.constexpr, SOURCE_BITS: tl.constex
         least = tl.full(like.shape, float("inf"), tl.float32)
         start: tl.constexpr = cut_of(BITS, SOURCE_BITS, 0)
         apart: tl.constexpr = cut_of(BITS, SOURCE_BITS, 1) - start
-        for number in tl.range(2 * count):  # one look in registers, not eight at once
+        looks = 2 * count
+        if wanted is not None:
+            looks = tl.where(wanted, looks, 0)
+        for number in tl.range(looks):  # one look in registers, not eight at once
             look = tl.full(like.shape, 0, tl.int32) + number
             upper = look >= count
             cut = (look % count).to(tl.float32) * apart + start
