@@ -426,7 +426,7 @@ def test_the_host_s_memory_may_be_full(caplog: pytest.LogCaptureFixture) -> None
         ("{}", {"speculative_algorithm": "NEXTN"}, "mamba", "states behind accepted drafts"),
         ("{}", {}, SimpleNamespace(short_conv_layer_ids=[1]), "short convolutions"),
         ("{}", {"page_size": 16}, None, ""),
-        ("{}", {"page_size": 16, "device": "cuda"}, None, "with --page-size"),
+        ("{}", {"page_size": 16, "device": "cuda"}, None, ""),
         ("{}", {"strip_thinking_cache": True}, None, "--strip-thinking-cache"),
         ("{}", {"kv_canary": "log"}, None, "--kv-canary"),
         ('{"tiers": ["K8V4"], "policy": {"name": "zipage", "max_blocks": 8}}', {}, None, "the policy"),

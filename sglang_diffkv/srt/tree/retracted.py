@@ -58,7 +58,6 @@ def why_recomputed(configurator: Any, config: DiffKVConfig) -> str:
     if envs.SGLANG_RADIX_FORCE_MISS.get():
         return "SGLANG_RADIX_FORCE_MISS keeps requests from finding anything in the prefix cache"
     hybrid = configurator.mambaish_config
-    page_size = compat.tree_page_size(getattr(configurator, "arguments", None) or configurator.server_args)
     if hybrid is not None and algorithm_of(args):
         return "states behind accepted drafts are not kept with them"
     if getattr(hybrid, "short_conv_layer_ids", None):
@@ -67,7 +66,6 @@ def why_recomputed(configurator: Any, config: DiffKVConfig) -> str:
         "with several ranks": args.tp_size > 1,
         "with states": hybrid is not None,
         "with drafts": bool(algorithm_of(args)),
-        "with --page-size": page_size > 1,
     }
     for what in (what for what, is_so in untried.items() if is_so):
         if compat.untried_on_a_gpu(getattr(args, "device", None), "", ""):
