@@ -11,8 +11,8 @@
 #   prompt and .037 behind 640 generated tokens; in 2 bits .19 and .60. It goes on by as much with each 127 tokens. With
 #   axis 1 it stays .0074 and .19, since a group is 64 neighbours of one token, and its ends are codes already.
 # Why it matters: accuracy of a compressed cache is mostly measured behind a prompt. With these settings a long reply is
-#   read from a cache that loses several times what was measured, and in 2 bits, behind 1,800 tokens (1.65), more than
-#   if keys were replaced by their mean. Whoever compares with this cache should set axis_key and axis_value to 1 for HQQ.
+#   read from a cache that loses several times what was measured. Whoever compares with this cache should set axis_key
+#   and axis_value to 1 for HQQ.
 #
 # Exit status 0: as described. 1: it has changed.
 set -euo pipefail
