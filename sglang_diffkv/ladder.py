@@ -3,7 +3,7 @@
 does, as the model itself measures it, with a tenth of that and three standard errors to spare.
 
 A few layers make most of the loss. So where a rung loses too much and the next one does not, some models take the next
-one's low tier in those layers alone. The layers that make half of the loss take it in any case, since other texts may
+one's low tier in those layers alone. The layers that make most of the loss take it in any case, since other texts may
 lose more than the one that is read, and mostly there.
 
 ``attention/emulated.py`` works out the losses, ``srt/startup/own_choice.py`` has the served model read for them.
@@ -70,7 +70,7 @@ MOST_GROUPS, CPU_GROUPS = 40, 6
 """Groups of layers whose losses are looked at, at most; on a CPU, where the model takes seconds to read the text."""
 MOST_RAISED = 0.75
 """Of the layers: the next rung itself takes hardly more bytes."""
-HALF, MOST_IN_ANY_CASE = 0.5, 1 / 3
+IN_ANY_CASE, MOST_IN_ANY_CASE = 0.75, 1 / 3
 """Layers that make this share of the loss are raised in any case, if they are no more than so many of all."""
 NOTHING_LOST = "lossless"
 DECIDED = frozenset().union(*RUNGS.values())
@@ -264,8 +264,8 @@ def raise_layers(
     choice: Choice, groups: Sequence[Raised], alone: Callable[[Raised], Loss], judge: Callable[[Raised], Loss]
 ) -> Choice:
     """The fewest groups of layers, those that lose most first, that have to take the upper rung's low tier for FP8's
-    loss, and at least those that make half of what is lost. They are looked for by halves. Without such a pair of
-    rungs, or if nearly all layers would have to, ``choice`` is what it was.
+    loss, and at least those that make ``IN_ANY_CASE`` of what is lost. They are looked for by halves. Without such a
+    pair of rungs, or if nearly all layers would have to, ``choice`` is what it was.
 
     Args:
         alone: what a group loses with ``COARSE``, others as computed. judge: what all lose where these layers are
@@ -284,7 +284,7 @@ def raise_layers(
         if len(raised) > MOST_IN_ANY_CASE * layers:
             break
         in_any_case = count
-        if sum(weights[group] for group in order[:count]) >= HALF * sum(weights.values()):
+        if sum(weights[group] for group in order[:count]) >= IN_ANY_CASE * sum(weights.values()):
             break
     upper, judged = upper_of(choice.rung), dict[Raised, Loss]()
     first, last = max(in_any_case - 1, 0), len(sets)

@@ -295,7 +295,7 @@ def chosen(needed: set[int], layers: int = 12, groups: int = 12, rung: str = UPP
     names, asked = list(RUNGS), []
 
     def alone(group: Raised) -> Loss:
-        return Loss(0.02, 0.05) if needed & set(group) else Loss(0.01 / (1 + group[0]), 0.0)
+        return Loss(0.02, 0.05) if needed & set(group) else Loss(0.001 / (1 + group[0]), 0.0)
 
     def judge(raised: Raised) -> Loss:
         asked.append(raised)
@@ -339,13 +339,13 @@ def test_the_plain_rung_is_taken(needed: set[int], rung: str) -> None:
 
 
 @pytest.mark.parametrize("groups", [12, 6])
-def test_layers_that_make_half_of_the_loss_are_raised_in_any_case(groups: int) -> None:
+def test_layers_that_make_most_of_the_loss_are_raised_in_any_case(groups: int) -> None:
     """Also where the lower rung holds; unless it is then judged to lose more, which is chance."""
     for needed, expected in (
         ({8}, {8}),
         ({2, 9}, {2, 9}),
         (set(range(12)), {0, 1, 2, 3}),
-        (set(), {0, 1, 2} if groups == 12 else {0}),
+        (set(), {0, 1, 2, 3} if groups == 12 else {0, 2}),
     ):
         choice, asked = chosen(needed, groups=groups, rung=LOWER)
         size = 12 // groups
@@ -388,7 +388,7 @@ def test_ranks_take_the_layers_of_the_first() -> None:
 
 def test_a_loaded_model_judges_its_layers(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each layer adds what its bits lose, of which two layers lose most: passes are asked for what that needs."""
-    layers, lost, seen = [10 + 2 * layer for layer in range(12)], {3: 8.0, 7: 3.4}, []
+    layers, lost, seen = [10 + 2 * layer for layer in range(12)], {3: 9.5, 7: 3.9}, []
 
     def logits(runner: Any, ids: Any, given: Any, positions: Any, stored: Stored) -> Any:
         assert list(given) == layers and positions[-1] == len(ids) - 1
@@ -401,7 +401,7 @@ def test_a_loaded_model_judges_its_layers(monkeypatch: pytest.MonkeyPatch) -> No
         for layer in range(12):
             tiers = stored.in_layer(layer).tiers
             if not tiers[-1].is_raw and not isinstance(stored, Fp8):
-                total += lost.get(layer, 0.5) * 4.0 ** (5 - tiers[-1].k_bits) * 3
+                total += lost.get(layer, 0.3) * 4.0 ** (5 - tiers[-1].k_bits) * 3
         return torch.full((512,), total * 1e-3, dtype=torch.float64)
 
     for name, value in {
@@ -410,7 +410,7 @@ def test_a_loaded_model_judges_its_layers(monkeypatch: pytest.MonkeyPatch) -> No
     }.items():  # fmt: skip
         monkeypatch.setattr(own_choice, name, value)
     texts = own_choice.Texts([1], list(range(1024)))
-    for device, raised, groups in (("cuda", (3, 7), 12), ("cpu", (2, 3), 6)):
+    for device, raised, groups in (("cuda", (3, 7), 12), ("cpu", (2, 3, 6, 7), 6)):
         seen.clear()
         runner = SimpleNamespace(model=None, device=device)
         choice = own_choice._judged(runner, Ranks(), DiffKVConfig(thresholds="auto"), texts)
@@ -429,7 +429,7 @@ def test_the_tool_says_what_a_server_would_take() -> None:
     def of_all(ways: Any) -> Any:
         (stored,) = ways.values()
         worst = 5.0 + sum(
-            (1.0 if layer == 3 else 0.1) for layer in range(12) if stored.in_layer(layer).tiers[-1].k_bits < 6
+            (4.0 if layer == 3 else 0.1) for layer in range(12) if stored.in_layer(layer).tiers[-1].k_bits < 6
         )
         return {name: [passage(worst)] * 2 for name in ways}
 

@@ -357,7 +357,7 @@ def _because(choice: Choice | None) -> str:
     if choice.raised is not None:
         said.append(f"its layers are those that lose most with {COARSE} alone")
         if (lower := choice.judged.get(before(choice.rung))) is not None and lower.within(choice.fp8):
-            said.append("those that make half of that take better codes in any case, since other texts lose more there")
+            said.append("those that make most of that take better codes in any case, since other texts lose more there")
     return "; ".join(said)
 
 
