@@ -93,7 +93,9 @@ def test_a_loss_of_divergences() -> None:
     found = Loss.of(fp8, fp8 + 1, 2, rounding)
     assert (found.prompt, found.reply) == (0.25, 0.0), "less what rounding alone makes, and no less than nothing"
     broken = torch.full((5,), float("inf"), dtype=torch.float64)
-    assert Loss.of(broken, broken, 2, broken) == Loss(*[float("inf")] * 4), "logits that are not finite lose all"
+    lost = Loss.of(broken, broken, 2, broken)
+    assert lost == Loss(*[float("inf")] * 4), "logits that are not finite lose all"
+    assert not lost.within(lost) and not lost.within(Loss(*[float("inf")] * 2)), "also where FP8 does"
 
 
 def test_rungs_take_ever_more_bytes_and_the_last_loses_nothing() -> None:
