@@ -81,6 +81,14 @@ def test_prompts_and_replies_are_to_lose_no_more() -> None:
     assert Loss(0.001, 0.003, reply_error=0.0004).within(FP8)
 
 
+def test_the_log_says_by_how_much_a_smaller_rung_may_lose_more() -> None:
+    """Its loss alone may be less than what is allowed."""
+    names, close = list(RUNGS), Loss(0.0012, 0.003, 0.00025, 0.0001)
+    said = own_choice._because(climb(names, FP8, lambda name: LESS if names.index(name) > 2 else close))
+    assert "0.9 of that is allowed, less 3 standard errors (±)" in said
+    assert f"{names[2]}, with fewer bytes, would lose 1.2 ± 0.25 and 3 ± 0.1" in said
+
+
 def test_a_loss_of_divergences() -> None:
     fp8 = torch.tensor([1.0, 2.0, 3.0, 4.0, 9.0], dtype=torch.float64)
     found = Loss.of(fp8, fp8, 2)
