@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 from dataclasses import replace
-from itertools import pairwise
+from itertools import pairwise, product
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -72,6 +72,18 @@ def test_a_single_tier_that_fails_hides_no_pair_with_fewer_bytes() -> None:
     choice = climb(list(RUNGS), FP8, lambda name: LESS if name in {"K8V6 and K6V4", "K8V8"} else MORE)
     assert choice.rung == "K8V6 and K6V4" and "K8V5" not in choice.judged
     assert climb(list(RUNGS), FP8, lambda name: LESS if name == "K8V8" else MORE).rung == "K8V8"
+
+
+def test_what_is_taken_was_judged_whatever_holds() -> None:
+    """Also where losses do not fall from rung to rung: no rung with fewer bytes was seen to hold."""
+    names = list(RUNGS)
+    for held in product((False, True), repeat=len(names) - 1):
+        losses = {name: LESS if holds else MORE for name, holds in zip(names, held)}
+        choice = climb(names, FP8, losses.__getitem__)
+        assert choice.rung == ladder.NOTHING_LOST or choice.judged[choice.rung] == LESS
+        assert LESS not in (losses[x] for x in choice.judged if names.index(x) < names.index(choice.rung))
+        kept = climb(names, FP8, choice.judged.__getitem__)
+        assert kept == choice and list(kept.judged) == list(choice.judged), "and follows from what was judged"
 
 
 def test_prompts_and_replies_are_to_lose_no_more() -> None:
