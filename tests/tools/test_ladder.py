@@ -99,6 +99,9 @@ def test_the_log_says_by_how_much_a_smaller_rung_may_lose_more() -> None:
     said = own_choice._because(climb(names, FP8, lambda name: LESS if names.index(name) > 2 else close))
     assert "0.9 of that is allowed, less 3 standard errors (±)" in said
     assert f"{names[2]}, with fewer bytes, would lose 1.2 ± 0.25 and 3 ± 0.1" in said
+    assert said.startswith("it loses 1 and 4.4 millinats a token in prompts and in replies, FP8 2 and 5; ")
+    said = own_choice._because(climb(names, FP8, lambda name: MORE))
+    assert said.startswith("it loses nothing, FP8 2 and 5 millinats a token in prompts and in replies; ")
 
 
 def test_a_loss_of_divergences() -> None:
