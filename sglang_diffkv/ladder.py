@@ -111,9 +111,11 @@ class Loss:
         return cls(*means, *errors)
 
     def within(self, limit: Loss) -> bool:
-        """Whether it is at most ``SHARE`` of ``limit`` in both, with ``ERRORS`` standard errors to spare."""
+        """Whether it is at most ``SHARE`` of ``limit`` in both, with ``ERRORS`` standard errors to spare. It is not
+        where it loses all, whatever ``limit`` loses."""
         prompt, reply = self.prompt + ERRORS * self.prompt_error, self.reply + ERRORS * self.reply_error
-        return prompt <= SHARE * limit.prompt and reply <= SHARE * limit.reply
+        known = isfinite(prompt) and isfinite(reply)
+        return known and prompt <= SHARE * limit.prompt and reply <= SHARE * limit.reply
 
     def report(self) -> dict[str, float]:
         """Means in millinats, as JSON data."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 from dataclasses import replace
-from itertools import pairwise
+from itertools import pairwise, product
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -74,11 +74,34 @@ def test_a_single_tier_that_fails_hides_no_pair_with_fewer_bytes() -> None:
     assert climb(list(RUNGS), FP8, lambda name: LESS if name == "K8V8" else MORE).rung == "K8V8"
 
 
+def test_what_is_taken_was_judged_whatever_holds() -> None:
+    """Also where losses do not fall from rung to rung: no rung with fewer bytes was seen to hold."""
+    names = list(RUNGS)
+    for held in product((False, True), repeat=len(names) - 1):
+        losses = {name: LESS if holds else MORE for name, holds in zip(names, held)}
+        choice = climb(names, FP8, losses.__getitem__)
+        assert choice.rung == ladder.NOTHING_LOST or choice.judged[choice.rung] == LESS
+        assert LESS not in (losses[x] for x in choice.judged if names.index(x) < names.index(choice.rung))
+        kept = climb(names, FP8, choice.judged.__getitem__)
+        assert kept == choice and list(kept.judged) == list(choice.judged), "and follows from what was judged"
+
+
 def test_prompts_and_replies_are_to_lose_no_more() -> None:
     assert LESS.within(FP8) and not Loss(0.0019, 0.0).within(FP8) and not MORE.within(FP8)
     assert not Loss(float("nan"), 0.0).within(FP8)
     assert not Loss(0.001, 0.003, reply_error=0.0006).within(FP8), "which may be chance"
     assert Loss(0.001, 0.003, reply_error=0.0004).within(FP8)
+
+
+def test_the_log_says_by_how_much_a_smaller_rung_may_lose_more() -> None:
+    """Its loss alone may be less than what is allowed."""
+    names, close = list(RUNGS), Loss(0.0012, 0.003, 0.00025, 0.0001)
+    said = own_choice._because(climb(names, FP8, lambda name: LESS if names.index(name) > 2 else close))
+    assert "0.9 of that is allowed, less 3 standard errors (±)" in said
+    assert f"{names[2]}, with fewer bytes, would lose 1.2 ± 0.25 and 3 ± 0.1" in said
+    assert said.startswith("it loses 1 and 4.4 millinats a token in prompts and in replies, FP8 2 and 5; ")
+    said = own_choice._because(climb(names, FP8, lambda name: MORE))
+    assert said.startswith("it loses nothing, FP8 2 and 5 millinats a token in prompts and in replies; ")
 
 
 def test_a_loss_of_divergences() -> None:
@@ -93,7 +116,9 @@ def test_a_loss_of_divergences() -> None:
     found = Loss.of(fp8, fp8 + 1, 2, rounding)
     assert (found.prompt, found.reply) == (0.25, 0.0), "less what rounding alone makes, and no less than nothing"
     broken = torch.full((5,), float("inf"), dtype=torch.float64)
-    assert Loss.of(broken, broken, 2, broken) == Loss(*[float("inf")] * 4), "logits that are not finite lose all"
+    lost = Loss.of(broken, broken, 2, broken)
+    assert lost == Loss(*[float("inf")] * 4), "logits that are not finite lose all"
+    assert not lost.within(lost) and not lost.within(Loss(*[float("inf")] * 2)), "also where FP8 does"
 
 
 def test_rungs_take_ever_more_bytes_and_the_last_loses_nothing() -> None:

@@ -343,14 +343,16 @@ def _because(choice: Choice | None) -> str:
         return "all ranks take the first one's"
     fp8 = choice.fp8.report()
     taken, names = choice.loss, list(RUNGS)
-    lost = "it loses nothing" if taken is None else "it loses {prompt:g} and {reply:g}".format(**taken.report())
+    where, of_fp8 = "millinats a token in prompts and in replies", f"FP8 {fp8['prompt']:g} and {fp8['reply']:g}"
+    lost = f"it loses nothing, {of_fp8} {where}"
+    if taken is not None:
+        lost = "it loses {prompt:g} and {reply:g}".format(**taken.report()) + f" {where}, {of_fp8}"
     smaller = [
-        f"{name}, with fewer bytes, would lose {loss.report()['prompt']:g} and {loss.report()['reply']:g}"
+        f"{name}, with fewer bytes, would lose {_with_errors(loss)}"
         for name, loss in choice.judged.items()
         if names.index(name) < names.index(choice.rung)
     ]
-    limit = f"millinats a token in prompts and in replies, FP8 {fp8['prompt']:g} and {fp8['reply']:g}"
-    said = [f"{lost} {limit}", f"{SHARE:g} of that is allowed, less {ERRORS:g} standard errors", *smaller]
+    said = [lost, f"{SHARE:g} of that is allowed, less {ERRORS:g} standard errors (±)", *smaller]
     if choice.rounding is not None:
         off = "{prompt:g} and {reply:g}".format(**choice.rounding.report())
         said.append(f"{off}, which any change loses by the model's own rounding, were taken off")
@@ -359,6 +361,12 @@ def _because(choice: Choice | None) -> str:
         if (lower := choice.judged.get(before(choice.rung))) is not None and lower.within(choice.fp8):
             said.append("those that make most of that take better codes in any case, since other texts lose more there")
     return "; ".join(said)
+
+
+def _with_errors(loss: Loss) -> str:
+    """In prompts and in replies, without which nobody could tell why it is too much."""
+    errors = replace(loss, prompt=loss.prompt_error, reply=loss.reply_error).report()
+    return " and ".join(f"{lost:g} ± {errors[part]:g}" for part, lost in loss.report().items())
 
 
 def _reported(choice: Choice) -> dict[str, Any]:
