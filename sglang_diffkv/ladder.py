@@ -11,6 +11,7 @@ lose more than the one that is read, and mostly there.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib import resources
@@ -236,16 +237,16 @@ def climb(names: Sequence[str], fp8: Loss, judge: Callable[[str], Loss]) -> Choi
     single tier of values of 5 bits may lose more than a pair in fewer bytes. What is taken was judged, or loses
     nothing."""
     judged: dict[str, Loss] = {}
+
+    def holds(name: str) -> bool:
+        if name == NOTHING_LOST:
+            return True
+        judged[name] = judge(name)
+        return judged[name].within(fp8)
+
     for _, found in groupby(names, key=lambda name: len(RUNGS[name]["tiers"])):
         part = list(found)
-        first, last = 0, len(part)
-        while first < last:
-            middle = (first + last) // 2
-            name = part[middle]
-            if name != NOTHING_LOST:
-                judged[name] = judge(name)
-            holds = name == NOTHING_LOST or judged[name].within(fp8)
-            first, last = (first, middle) if holds else (middle + 1, last)
+        first = bisect_left(part, True, key=holds)
         if first < len(part):
             return Choice(part[first], fp8, judged)
     return Choice(names[-1], fp8, judged)
@@ -289,14 +290,16 @@ def raise_layers(
         if sum(weights[group] for group in order[:count]) >= IN_ANY_CASE * sum(weights.values()):
             break
     upper, judged = upper_of(choice.rung), dict[Raised, Loss]()
+
+    def holds(raised: Raised) -> bool:
+        judged[raised] = judge(raised)
+        return judged[raised].within(fp8)
+
     first, last = max(in_any_case - 1, 0), len(sets)
     if choice.rung != upper:  # no more is needed
         last = first + bool(in_any_case)
-    while first < last:
-        middle = (first + last) // 2
-        judged[sets[middle]] = judge(sets[middle])
-        first, last = (first, middle) if judged[sets[middle]].within(fp8) else (middle + 1, last)
-    taken = sets[last] if last < len(sets) and sets[last] in judged else None
+    place = bisect_left(sets, True, first, last, key=holds)
+    taken = sets[place] if place < len(sets) and sets[place] in judged else None
     if choice.rung != upper and taken is None:
         return choice
     return replace(choice, rung=upper, by_layer=ByLayer(layers, losses, judged, taken))
