@@ -153,23 +153,37 @@ def store_values(values, position, value, held, seq_len, window, sinks):
 
 @triton.jit
 def load_codes(
-    page, slot, chosen, DIM: tl.constexpr, BITS: tl.constexpr, OFFSET: tl.constexpr, META: tl.constexpr
+    page, slot, chosen, DIM: tl.constexpr, BITS: tl.constexpr, OFFSET: tl.constexpr, META: tl.constexpr,
+    SLOT_BITS: tl.constexpr = 0,
 ):  # fmt: skip
-    """Vectors as they are, of the chosen of slots [T] of a page.
+    """Vectors as they are, of the chosen of slots [T] of a page. ``SLOT_BITS``: of the tier whose page it is, if it is
+    not theirs, see ``lower_in_place``.
 
     Returns a tuple with the bytes of each slice, uint8 [T, chunks * WP] as of ``packed_slices``, and metadata
     words [T].
     The raw tier has no metadata.
     """
+    room: tl.constexpr = SLOT_BITS if SLOT_BITS > 0 else BITS
     codes = ()
     for number in tl.static_range(slices_of(BITS)):
         byte, exists = slice_bytes(DIM, BITS, number)
         mask = chosen[:, None] & exists
-        codes = codes + (tl.load(page + OFFSET + slot[:, None] * (DIM * BITS // 8) + byte, mask=mask, other=0),)
+        codes = codes + (tl.load(page + OFFSET + slot[:, None] * (DIM * room // 8) + byte, mask=mask, other=0),)
     meta = slot
     if BITS != 16:
-        meta = tl.load(number_at(page, META, slot), mask=chosen, other=0)
+        meta = tl.load(meta_at(page, slot, DIM, room, OFFSET, META), mask=chosen, other=0)
     return codes, meta
+
+
+@triton.jit
+def meta_at(page, slot, DIM: tl.constexpr, SLOT_BITS: tl.constexpr, OFFSET: tl.constexpr, META: tl.constexpr):
+    """Pointers to the metadata words of slots of pages, which broadcast. Pages of the raw tier have none: there they
+    are the last four bytes of the slot, which lower codes leave free."""
+    if SLOT_BITS == 16:
+        at = number_at(page, OFFSET + DIM * 2 - 4, slot * (DIM // 2))
+    else:
+        at = number_at(page, META, slot)
+    return at
 
 
 @triton.jit
@@ -245,12 +259,15 @@ def dequantized(
 
 @triton.jit
 def store_codes(
-    page, slot, chosen, codes, meta, DIM: tl.constexpr, BITS: tl.constexpr, OFFSET: tl.constexpr, META: tl.constexpr
+    page, slot, chosen, codes, meta, DIM: tl.constexpr, BITS: tl.constexpr, OFFSET: tl.constexpr, META: tl.constexpr,
+    SLOT_BITS: tl.constexpr = 0,
 ):  # fmt: skip
-    """Write what ``load_codes`` or ``requantized`` gave to slots [T] of pages [T]."""
-    store_packed(page, slot, codes, chosen, DIM, BITS, OFFSET)
+    """Write what ``load_codes`` or ``requantized`` gave to slots [T] of pages [T]. ``SLOT_BITS`` as of
+    ``load_codes``."""
+    room: tl.constexpr = SLOT_BITS if SLOT_BITS > 0 else BITS
+    store_packed(page, slot, codes, chosen, DIM, BITS, OFFSET, room)
     if BITS != 16:
-        tl.store(number_at(page, META, slot), meta, mask=chosen)
+        tl.store(meta_at(page, slot, DIM, room, OFFSET, META), meta, mask=chosen)
 
 
 @triton.jit
@@ -278,6 +295,45 @@ def requantized_tokens(
     v, vmeta = requantized(
         page, slot, chosen, raw, DV, FROM[I_VB], TO[I_VB], FROM[I_VALUES], FROM[I_VMETA], TO[I_VTURNED]
     )  # fmt: skip
+    return k, kmeta, v, vmeta
+
+
+@triton.constexpr_function
+def fits_in_slot(high, low):
+    """Whether vectors of the tier ``low`` fit where those of ``high`` are."""
+    return low[I_KB.value] <= high[I_KB.value] and low[I_VB.value] <= high[I_VB.value]
+
+
+@triton.jit
+def lower_in_place(
+    page, slot, chosen, raw, FROM: tl.constexpr, TO: tl.constexpr, D: tl.constexpr, DV: tl.constexpr
+):  # fmt: skip
+    """Let the chosen of slots [T] of a page of layout ``FROM`` have their codes in the form of the lower tier ``TO``,
+    where they are: ``lowered_tokens`` reads them. ``fits_in_slot``."""
+    lower_vectors(
+        page, slot, chosen, raw, D, FROM[I_KB], TO[I_KB], FROM[I_KEYS], FROM[I_KMETA], TO[I_KTURNED]
+    )  # fmt: skip
+    lower_vectors(
+        page, slot, chosen, raw, DV, FROM[I_VB], TO[I_VB], FROM[I_VALUES], FROM[I_VMETA], TO[I_VTURNED]
+    )  # fmt: skip
+
+
+@triton.jit
+def lower_vectors(
+    page, slot, chosen, raw, DIM: tl.constexpr, FROM: tl.constexpr, TO: tl.constexpr, OFFSET: tl.constexpr,
+    META: tl.constexpr, TURNED: tl.constexpr,
+):  # fmt: skip
+    """``lower_in_place`` of keys, or of values."""
+    codes, meta = requantized(page, slot, chosen, raw, DIM, FROM, TO, OFFSET, META, TURNED)
+    tl.debug_barrier()  # all of them are read
+    store_codes(page + tl.zeros_like(slot), slot, chosen, codes, meta, DIM, TO, OFFSET, META, FROM)
+
+
+@triton.jit
+def lowered_tokens(page, slot, chosen, FROM: tl.constexpr, TO: tl.constexpr, D: tl.constexpr, DV: tl.constexpr):
+    """As ``requantized_tokens``, behind ``lower_in_place``."""
+    k, kmeta = load_codes(page, slot, chosen, D, TO[I_KB], FROM[I_KEYS], FROM[I_KMETA], FROM[I_KB])
+    v, vmeta = load_codes(page, slot, chosen, DV, TO[I_VB], FROM[I_VALUES], FROM[I_VMETA], FROM[I_VB])
     return k, kmeta, v, vmeta
 
 

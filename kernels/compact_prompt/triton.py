@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from sglang_diffkv.kernels.attach.triton import ENTRIES
+from sglang_diffkv.kernels.compact_prompt.triton_lower import PARTS, lower_kernel
 from sglang_diffkv.kernels.compact_prompt.triton_move import compact_kernel, return_kernel, spare_kernel
 from sglang_diffkv.kernels.cuts import Cuts
 from sglang_diffkv.kernels.prefix_sum.triton import return_spans
@@ -80,13 +81,24 @@ def compact_prompts(
             workspace.spare, state.ring, state.counters, state.refcount, state.num_pages, spares * count,
             R=256, num_warps=4,
         )  # fmt: skip
-    compact_kernel[(count,)](
+    decided = (
         rows, seq_lens, seq_lens if tails is None else tails, cuts.window, cuts.sinks, cuts.lasting,
-        *cut_arguments(cuts), workspace.spare, workspace.surplus, freed, state.pages.view(state.dtype), state.pages,
-        state.page_table, state.range_lo, state.range_hi, state.row_blocks, state.entries, state.own_entry,
-        state.own_tokens, state.hole, state.fault, state.refcount, state.num_pages,
+        *cut_arguments(cuts), workspace.spare,
+    )  # fmt: skip
+    constants = dict(
         **format_constants(fmt), MAX_BLOCKS=state.row_blocks.shape[1], L=state.row_layers, H=state.num_heads,
         WHOLE=cuts.values is not None, TAILED=tails is not None, num_warps=4, **SAME_BITS,
+    )  # fmt: skip
+    raw_like = state.pages.view(state.dtype)
+    if len(fmt.tiers) > 1:
+        lower_kernel[(count * PARTS,)](
+            *decided, raw_like, state.pages, state.page_table, state.row_blocks, state.own_entry, state.own_tokens,
+            state.fault, state.num_pages, **constants, PARTS=PARTS,
+        )  # fmt: skip
+    compact_kernel[(count,)](
+        *decided, workspace.surplus, freed, raw_like, state.pages, state.page_table, state.range_lo, state.range_hi,
+        state.row_blocks, state.entries, state.own_entry, state.own_tokens, state.hole, state.fault, state.refcount,
+        state.num_pages, **constants,
     )  # fmt: skip
     return_spans(state.counters, freed, workspace.places)
     return_kernel[(count,)](

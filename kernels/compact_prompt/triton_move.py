@@ -1,7 +1,7 @@
 """Prompt-phase compaction of rows: one program a (row, layer, head), page after page, in place.
 
 A page is read whole before anything is written. Tokens that stay move up to the next free high slot, demoted
-ones are requantised into pages of lower tiers. New pages of all tiers are the row's own pages that were read already,
+ones go to pages of lower tiers, with the codes that they were given before (``triton_lower.py``). New pages of all tiers are the row's own pages that were read already,
 first come first served. The tokens together never need more than one page of each lower tier beyond those that were
 read. That one is taken from the ring beforehand (:func:`spare_kernel`), so that no program takes pages while others
 return some. What is left over returns to the ring afterwards (:func:`return_kernel`), head after head.
@@ -26,10 +26,12 @@ from sglang_diffkv.kernels.triton_table import (
     table_index,
 )
 from sglang_diffkv.kernels.triton_tokens import (
+    fits_in_slot,
     lasting_of,
     load_cuts,
     load_scores,
     load_tokens,
+    lowered_tokens,
     prompt_decision,
     requantized_tokens,
     store_tokens,
@@ -241,9 +243,13 @@ def compact_kernel(
     taken = 0  # own pages that were given out again
     tailed = 0  # tokens of the tail so far
     overwritten = 0  # what the last high entry was while its page has yet to be given out
-    for number in range(0, tl.cdiv(used, TOKENS)):
-        at = table_index(row_blocks, row, layer, head, first + number, True, MAX_BLOCKS, L, H)
-        source_page = tl.load(page_table + at)
+    held = kept_pages(used, TOKENS)
+    next_source = tl.load(page_table + table_index(row_blocks, row, layer, head, first, True, MAX_BLOCKS, L, H))
+    for number in range(0, held):
+        source_page = next_source
+        following = number + 1 < held  # looked up early, while this page's tokens are on their way
+        at = table_index(row_blocks, row, layer, head, first + number + 1, following, MAX_BLOCKS, L, H)
+        next_source = tl.load(page_table + at, mask=following, other=0)
         if TAILED:
             source_page = tl.where(number < kept_pages(kept, TOKENS), overwritten, source_page)
         source = pages + source_page.to(tl.int64) * PAGE_BYTES
@@ -267,7 +273,10 @@ def compact_kernel(
         codes = load_tokens(source, slot, stays, HIGH, D, DV)
         low_codes = ()
         for lower in tl.static_range(TIERS - 1):
-            lowered = requantized_tokens(source, slot, goes[lower], raw, HIGH, layout_of(LAYOUTS, lower + 1), D, DV)
+            if fits_in_slot(HIGH, layout_of(LAYOUTS, lower + 1)):
+                lowered = lowered_tokens(source, slot, goes[lower], HIGH, layout_of(LAYOUTS, lower + 1), D, DV)
+            else:
+                lowered = requantized_tokens(source, slot, goes[lower], raw, HIGH, layout_of(LAYOUTS, lower + 1), D, DV)
             low_codes = low_codes + (lowered,)
         tl.debug_barrier()
 
@@ -316,12 +325,14 @@ def compact_kernel(
         new_pages = ()
         new_page = ()
         for lower in tl.static_range(TIERS - 1):
-            filled, opened, end_page, spare_page, taken = append_lower(
-                goes[lower], low_codes[lower], word, position, low_first[lower], low_used[lower], low_pages[lower],
-                low_page[lower], spares[lower], overwritten, kept_pages(kept, TOKENS), taken, first, num_pages,
-                pages, page_table, range_lo, range_hi, row_blocks, row, layer, head,
-                lower + 1, TAILED, layout_of(LAYOUTS, lower + 1), D, DV, PAGE_BYTES, MAX_BLOCKS, L, H,
-            )  # fmt: skip
+            filled, opened, end_page, spare_page = low_used[lower], low_pages[lower], low_page[lower], spares[lower]
+            if tl.max(goes[lower].to(tl.int32), 0) > 0:
+                filled, opened, end_page, spare_page, taken = append_lower(
+                    goes[lower], low_codes[lower], word, position, low_first[lower], filled, opened, end_page,
+                    spare_page, overwritten, kept_pages(kept, TOKENS), taken, first, num_pages, pages, page_table,
+                    range_lo, range_hi, row_blocks, row, layer, head,
+                    lower + 1, TAILED, layout_of(LAYOUTS, lower + 1), D, DV, PAGE_BYTES, MAX_BLOCKS, L, H,
+                )  # fmt: skip
             new_spares = new_spares + (spare_page,)
             new_used = new_used + (filled,)
             new_pages = new_pages + (opened,)

@@ -1,5 +1,6 @@
 """Device functions: per-vector asymmetric quantisation with bit packing by planes, as ``reference.py``."""
 
+import numpy as np
 import triton
 import triton.language as tl
 
@@ -8,9 +9,12 @@ from sglang_diffkv.kernels.triton_table import padded
 
 HALF_MAX = tl.constexpr(65504.0)
 UNITS = tl.constexpr(reference.UNITS * 1.0)
-LARGEST, LEAST_GAIN = tl.constexpr(reference.LARGEST), tl.constexpr(reference.LEAST_GAIN)
+LEAST, LARGEST = tl.constexpr(reference.LEAST), tl.constexpr(reference.LARGEST)
+LEAST_GAIN = tl.constexpr(reference.LEAST_GAIN)
 ROUND = tl.constexpr(8388608.0)
 """Adding and subtracting 2^23 rounds a float32 in [0, 2^22] to the nearest integer, ties to even."""
+MIDDLE, MIDDLE_BITS = tl.constexpr(12582912.0), tl.constexpr(0x4B400000)
+"""1.5 * 2^23 does so from -2^22 to 2^22. The lower bits of a sum with it are the integer."""
 
 grain_of, widths_of = map(triton.constexpr_function, (reference.grain, reference.slices))
 """At compile time, where a function must not call a plain one. So are those that follow."""
@@ -41,6 +45,12 @@ def first_cut_of(bits, source_bits):
 def most_gain_of(bits, source_bits):
     """As ``reference.most_gain``."""
     return UNITS.value / (UNITS.value - 2 * cuts_of(bits, source_bits)[-1])
+
+
+@triton.constexpr_function
+def inverse(number):
+    """1 / number, as float32 has it."""
+    return float(np.float32(1) / np.float32(number))
 
 
 @triton.constexpr_function
@@ -94,9 +104,10 @@ def quantize_groups(x, inside, BITS: tl.constexpr, SOURCE_BITS: tl.constexpr = 0
     start = tl.minimum(tl.maximum(low, -HALF_MAX), HALF_MAX)
     if clipped:
         span = high - low
-        known = (span > 0) & (span < LARGEST)
-        units = tl.div_rn(x - low[:, None, None], tl.where(known, span, 1.0)[:, None, None])
-        units = (tl.where(inside & known[:, None, None], units, 0.0) * UNITS + ROUND) - ROUND
+        known = (span > LEAST) & (span < LARGEST)
+        unit = reciprocal(tl.where(known, span, 1.0)) * UNITS
+        units = (x - low[:, None, None]) * unit[:, None, None]
+        units = (tl.where(inside & known[:, None, None], units, 0.0) + ROUND) - ROUND
         below, above = chosen_ends(units, inside, low, wanted, BITS, SOURCE_BITS)
         share = 1.0 - (below + above) * (1.0 / UNITS)
         scale = tl.minimum(tl.div_rn(span * share, levels * 1.0), HALF_MAX).to(tl.float16)
@@ -109,10 +120,10 @@ def quantize_groups(x, inside, BITS: tl.constexpr, SOURCE_BITS: tl.constexpr = 0
     zero = start.to(tl.float16)
     step = scale.to(tl.float32)[:, None, None]
     shifted = x - zero.to(tl.float32)[:, None, None]
-    level = tl.div_rn(shifted, tl.where(step > 0, step, 1.0))
+    level = shifted * reciprocal(tl.where(step > 0, step, 1.0))
     level = tl.where(inside & (step > 0), tl.minimum(tl.maximum(level, 0.0), levels * 1.0), 0.0)
     level = (level + ROUND) - ROUND
-    codes = level.to(tl.int32)
+    codes = whole(level)
     if clipped:
         away = units - ((below - above + UNITS) * 0.5)[:, None, None]
         square = whole_sum(away * away, inside)
@@ -131,6 +142,12 @@ def quantize_groups(x, inside, BITS: tl.constexpr, SOURCE_BITS: tl.constexpr = 0
 
 
 @triton.jit
+def reciprocal(x):
+    """1 / x, float32, rounded as a CPU rounds it."""
+    return tl.div_rn(tl.full(x.shape, 1.0, tl.float32), x)
+
+
+@triton.jit
 def chosen_ends(units, inside, like, wanted, BITS: tl.constexpr, SOURCE_BITS: tl.constexpr):
     """Units, of the shape of ``like`` [R], that the outermost codes lie above the least and below the largest of
     elements in ``units`` [R, groups, WP]; nothing is looked for if ``wanted`` is false."""
@@ -142,13 +159,15 @@ def chosen_ends(units, inside, like, wanted, BITS: tl.constexpr, SOURCE_BITS: tl
         least = tl.full(like.shape, float("inf"), tl.float32)
         start: tl.constexpr = cut_of(BITS, SOURCE_BITS, 0)
         apart: tl.constexpr = cut_of(BITS, SOURCE_BITS, 1) - start
-        looks = 2 * count
+        known: tl.constexpr = (first_cut_of(BITS, SOURCE_BITS) - cut_of(BITS, SOURCE_BITS, 0)) // apart
+        looks = 2 * count - 1  # of the upper end's, the first was looked at with each of the lower end's
         if wanted is not None:
             looks = tl.where(wanted, looks, 0)
-        for number in tl.range(looks):  # one look in registers, not eight at once
+        for number in tl.range(looks):  # one look in registers, not seven at once
             look = tl.full(like.shape, 0, tl.int32) + number
             upper = look >= count
-            cut = (look % count).to(tl.float32) * apart + start
+            other = look - count
+            cut = tl.where(upper, other + (other >= known).to(tl.int32), look).to(tl.float32) * apart + start
             found = squared_units(units, inside, tl.where(upper, below, cut), tl.where(upper, cut, above), BITS)
             better = found < least
             below = tl.where(better & (look < count), cut, below)
@@ -158,9 +177,15 @@ def chosen_ends(units, inside, like, wanted, BITS: tl.constexpr, SOURCE_BITS: tl
 
 
 @triton.jit
+def whole(x):
+    """int32 of whole numbers between -2^22 and 2^22: an addition, where a conversion takes several times as long."""
+    return (x + MIDDLE).to(tl.int32, bitcast=True) - MIDDLE_BITS
+
+
+@triton.jit
 def whole_sum(x, inside):
-    """[R] float32, of whole numbers x [R, groups, WP]."""
-    return tl.sum(tl.sum(tl.where(inside, x, 0.0).to(tl.int32), 2), 1).to(tl.float32)
+    """[R] float32, of whole numbers x [R, groups, WP] below 2^22."""
+    return tl.sum(tl.sum(whole(tl.where(inside, x, 0.0)), 2), 1).to(tl.float32)
 
 
 @triton.jit
@@ -170,9 +195,9 @@ def squared_units(units, inside, below, above, BITS: tl.constexpr):
     levels: tl.constexpr = (1 << BITS) - 1.0
     width = (UNITS - 1.0) - (below + above)
     there = units - below[:, None, None]
-    level = there * tl.div_rn(tl.full(width.shape, levels, tl.float32), width)[:, None, None]
-    level = (tl.minimum(tl.maximum(level, 0.0), levels) + ROUND) - ROUND
-    back = (level * tl.div_rn(width, tl.full(width.shape, levels, tl.float32))[:, None, None] + ROUND) - ROUND
+    level = tl.fma(there, tl.broadcast_to((levels * reciprocal(width))[:, None, None], there.shape), MIDDLE) - MIDDLE
+    level = tl.minimum(tl.maximum(level, 0.0), levels)
+    back = tl.fma(level, tl.broadcast_to((width * inverse(levels))[:, None, None], there.shape), MIDDLE) - MIDDLE
     error = tl.where(inside, there - back, 0.0)
     return tl.sum(tl.sum(error * error, 2), 1)
 
@@ -213,12 +238,17 @@ def slice_bytes(DIM: tl.constexpr, BITS: tl.constexpr, NUMBER: tl.constexpr):
 
 
 @triton.jit
-def store_packed(page_ptr, slot, packed, keep, DIM: tl.constexpr, BITS: tl.constexpr, OFFSET: tl.constexpr):
-    """Write the slices of packed vectors, a tuple of [R, bytes] as of ``packed_slices``, to slots [R] of pages [R]."""
+def store_packed(
+    page_ptr, slot, packed, keep, DIM: tl.constexpr, BITS: tl.constexpr, OFFSET: tl.constexpr,
+    SLOT_BITS: tl.constexpr = 0,
+):  # fmt: skip
+    """Write the slices of packed vectors, a tuple of [R, bytes] as of ``packed_slices``, to slots [R] of pages [R].
+    ``SLOT_BITS``: of an element, as slots have room for; 0 for as many as it has."""
+    apart: tl.constexpr = DIM * (SLOT_BITS if SLOT_BITS > 0 else BITS) // 8
     for number in tl.static_range(slices_of(BITS)):
         byte, exists = slice_bytes(DIM, BITS, number)
         mask = keep[:, None] & exists
-        tl.store(page_ptr[:, None] + OFFSET + slot[:, None] * (DIM * BITS // 8) + byte, packed[number], mask=mask)
+        tl.store(page_ptr[:, None] + OFFSET + slot[:, None] * apart + byte, packed[number], mask=mask)
 
 
 @triton.jit
