@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from sglang_diffkv.kernels.attach.triton import ENTRIES
-from sglang_diffkv.kernels.compact_prompt.triton_lower import PARTS, lower_kernel
+from sglang_diffkv.kernels.compact_prompt.triton_lower import PARTS, REGISTERS, lower_kernel
 from sglang_diffkv.kernels.compact_prompt.triton_move import compact_kernel, return_kernel, spare_kernel
 from sglang_diffkv.kernels.cuts import Cuts
 from sglang_diffkv.kernels.prefix_sum.triton import return_spans
@@ -94,6 +94,7 @@ def compact_prompts(
         lower_kernel[(count * PARTS,)](
             *decided, raw_like, state.pages, state.page_table, state.row_blocks, state.own_entry, state.own_tokens,
             state.fault, state.num_pages, **constants, PARTS=PARTS,
+            maxnreg=REGISTERS if max(fmt.head_dim, fmt.v_head_dim) <= 128 else None,
         )  # fmt: skip
     compact_kernel[(count,)](
         *decided, workspace.surplus, freed, raw_like, state.pages, state.page_table, state.range_lo, state.range_hi,

@@ -27,6 +27,9 @@ from sglang_diffkv.kernels.triton_tokens import (
 
 PARTS = 16
 """Programs of a head: each has every 16th of its pages."""
+REGISTERS = 128
+"""Of a thread, at most, for heads of up to 128: so four programs run at once on a multiprocessor and not three. Larger
+heads need more."""
 
 
 @triton.jit(

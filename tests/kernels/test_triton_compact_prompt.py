@@ -66,7 +66,9 @@ def tokens_of(state, row, layer, tier):
 @pytest.mark.cover(1)
 @pytest.mark.parametrize(("sinks", "scales"), [(0, False), (6, False), (0, True)])
 @pytest.mark.parametrize("alphas", [(1.0, 0.2), (3.0, 0.0), (0.0, 0.0), (9e9, 9e9), (9e9, 0.0)])
-@pytest.mark.parametrize("tiers", ["K8V4 K4V2", "BF16 K8V4", "K8V4", FOUR, pytest.param(THREE, marks=FULL)])
+@pytest.mark.parametrize(
+    "tiers", ["K8V4 K4V2", "K8V4 K4V6", "BF16 K8V4", "K8V4", FOUR, pytest.param(THREE, marks=FULL)]
+)
 def test_matches_reference(tiers, alphas, sinks, scales):
     policy = with_between(diffkv_policy(*alphas, window=5, sinks=sinks), len(tiers.split()))
     manager = make_manager(make_format(tiers, 96, 64, page_tokens=4), pages=120, window=5)
@@ -230,9 +232,28 @@ def test_without_spare_pages_nothing_is_demoted(tiers):
     add_prompt(manager, 1, 48, torch.Generator().manual_seed(3), compact=False)
     assert manager.device.free_pages() == 0
     policy, state = with_between(diffkv_policy(9e9, 0.0, window=4), len(manager.fmt.tiers)), manager.state
+    before = clone_state(state)
     compact_prompts(state, *ends_of((1, 48)), PromptWorkspace.create(state), cuts_of(policy, state))
     assert manager.device.free_pages() == 0 and not manager.state.own_tokens[..., 1:].any()
     check_integrity(manager)
+    assert_high_tokens_as_in(before, state, row=1)
+
+
+def test_a_row_with_a_fault_keeps_its_tokens_as_they_are():
+    manager = make_manager(make_format("K8V4 K4V2", page_tokens=4), pages=80, layers=2, heads=2)
+    add_prompt(manager, 1, 48, torch.Generator().manual_seed(3), compact=False)
+    state, policy = manager.state, diffkv_policy(9e9, 0.0, window=4)
+    state.fault[1] = 1
+    before = clone_state(state)
+    compact_prompts(state, *ends_of((1, 48)), PromptWorkspace.create(state), cuts_of(policy, state))
+    assert_high_tokens_as_in(before, state, row=1)
+
+
+def assert_high_tokens_as_in(before: PageState, state: PageState, row: int) -> None:
+    """The high tier has the same tokens, bit for bit."""
+    for layer in range(state.num_layers):
+        for got, expected in zip(tokens_of(state, row, layer, 0), tokens_of(before, row, layer, 0), strict=True):
+            assert len(got[0]) and all(map(torch.equal, got, expected))
 
 
 @settings(max_examples=max(settings().max_examples // 5, 4), deadline=None)

@@ -16,7 +16,7 @@ from tests.kernels.kernel_configs import CONFIGS, METHODS
 UNPACKING = {"paged_kernel", "page_scores_kernel", "split_kernel"}
 RING = {"reserve_kernel", "prefix_sum_kernel", "grant_kernel", "drop_kernel", "release_kernel"}
 ALWAYS = {"seal_kernel", "ragged_kernel", "paged_kernel", "split_kernel", "to_e4m3_kernel", *RING}
-COMPACTING = {"spare_kernel", "compact_kernel", "return_kernel", "decide_kernel", "move_kernel"}
+COMPACTING = {"spare_kernel", "lower_kernel", "compact_kernel", "return_kernel", "decide_kernel", "move_kernel"}
 COMPRESSING = {"take_kernel", "copy_kernel", "new_scores_kernel", *COMPACTING, *UNPACKING}
 
 
