@@ -1,7 +1,8 @@
 """Prompt-phase compaction of rows: one program a (row, layer, head), page after page, in place.
 
 A page is read whole before anything is written. Tokens that stay move up to the next free high slot, demoted
-ones go to pages of lower tiers, with the codes that they were given before (``triton_lower.py``). New pages of all tiers are the row's own pages that were read already,
+ones go to pages of lower tiers, with the codes that they were given before (``triton_lower.py``). New pages of all
+tiers are the row's own pages that were read already,
 first come first served. The tokens together never need more than one page of each lower tier beyond those that were
 read. That one is taken from the ring beforehand (:func:`spare_kernel`), so that no program takes pages while others
 return some. What is left over returns to the ring afterwards (:func:`return_kernel`), head after head.
