@@ -30,8 +30,8 @@ PROMPT, REPLY, PARTS = 1024, 2048, 4
 REFERENCE = "stock"
 KEPT = 0.75
 """Of prompt and reply together, by methods that drop tokens: in K8V4 about the default's bytes at a reply's end."""
-BLOCK = 256
-"""Tokens of a block of ``zipage``."""
+BLOCK = 128
+"""Tokens of a block of ``zipage``: small, so that blocks can make up a budget of any length."""
 METHODS = ("K8V4", "diffkv", "leankv", "zipage", "xkv", "snapkv", "knorm", "random")
 
 

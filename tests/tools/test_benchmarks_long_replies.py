@@ -41,7 +41,7 @@ def test_methods_are_served_and_the_controls_are_among_them() -> None:
     assert not any(x.prunes for name, x in found.items() if name in ("K8V4", "diffkv", "leankv"))
 
 
-@pytest.mark.parametrize(("prompt", "reply"), [(1024, 2048), (1024, 1024), (4096, 1024)])
+@pytest.mark.parametrize(("prompt", "reply"), [(1024, 2048), (1024, 1024), (1024, 512), (4096, 1024)])
 def test_what_drops_tokens_keeps_as_many_at_a_reply_s_end(prompt: int, reply: int) -> None:
     given = {name: config.get("policy", {}) for name, config in configurations(prompt, reply).items()}
     kept = 0.75 * (prompt + reply)
