@@ -3,7 +3,8 @@
 Windows of a text are continued as the text goes on, each token forced, so that all configurations are compared on
 the same reply (``evaluate/tasks/forced``). Methods that choose only at the end of a prompt keep all of a reply. They
 drop so much more of the prompt that the bytes at a request's end are about those of the others, at any lengths.
-``random`` and ``knorm`` are the controls: what is chosen by a draw, and by norms of keys. Example:
+``random`` and ``knorm`` are the controls: what is chosen by a draw, and by norms of keys. The last column compares
+with the draw on the same replies. Example:
 
     python -m benchmarks.quality.long_replies --text wikitext2_valid.txt.xz --n 8 --output long_replies
 """
@@ -28,6 +29,7 @@ from sglang_diffkv.evaluate.store import Store
 
 PROMPT, REPLY, PARTS = 1024, 2048, 4
 REFERENCE = "stock"
+CONTROL = "random"
 KEPT = 0.75
 """Of prompt and reply together, by methods that drop tokens: in K8V4 about the default's bytes at a reply's end."""
 BLOCK = 128
@@ -86,17 +88,30 @@ def by_part(first: Mapping[str, str], other: Mapping[str, str]) -> np.ndarray:
     return np.array([[part.mean() for part in np.array_split(x, PARTS)] for x in divergences])
 
 
+def errors(found: np.ndarray) -> np.ndarray:
+    """Standard errors of the means over the first axis."""
+    return found.std(0, ddof=1) / len(found) ** 0.5 if len(found) > 1 else np.full(found.shape[1:], np.nan)
+
+
+def to_control(found: np.ndarray, control: np.ndarray) -> str:
+    """Difference to the control over whole replies, paired, and of how many replies the divergence is lower."""
+    difference = found.mean(1) - control.mean(1)
+    return f"{difference.mean():+.1f} ± {errors(difference):.1f}; {(difference < 0).sum()} of {len(difference)}"
+
+
 def table(tops: Mapping[str, Mapping[str, str]], ratios: Mapping[str, float], reply: int) -> str:
-    """A row for each method: bytes, and divergence by part of the reply with its standard error, in millinats."""
+    """A row for each method: bytes, and divergence by part of the reply with its standard error, in millinats. Where
+    the control was asked, the difference to it too."""
     edges = [reply * part // PARTS for part in range(PARTS + 1)]
     header = ["method", "bytes of bf16", *(f"tokens {low + 1:,} to {high:,}" for low, high in pairwise(edges))]
+    parts = {name: 1e3 * by_part(tops[REFERENCE], mine) for name, mine in tops.items() if name != REFERENCE}
+    if CONTROL in parts:
+        header.append(f"to {CONTROL}, all tokens; lower in")
     rows = []
-    for name, mine in tops.items():
-        if name == REFERENCE:
-            continue
-        found = 1e3 * by_part(tops[REFERENCE], mine)
-        errors = found.std(0, ddof=1) / len(found) ** 0.5 if len(found) > 1 else [float("nan")] * PARTS
-        cells = [f"{mean:.1f} ± {error:.1f}" for mean, error in zip(found.mean(0), errors, strict=True)]
+    for name, found in parts.items():
+        cells = [f"{mean:.1f} ± {error:.1f}" for mean, error in zip(found.mean(0), errors(found), strict=True)]
+        if CONTROL in parts:
+            cells.append("" if name == CONTROL else to_control(found, parts[CONTROL]))
         rows.append([name, f"{ratios[name]:.3f}", *cells])
     return markdown(header, rows)
 

@@ -32,6 +32,17 @@ def test_divergence_by_part_of_a_reply() -> None:
     assert f"| diffkv | 0.351 | 0.0 ± 0.0 | 0.0 ± 0.0 | 0.0 ± 0.0 | {500 * expected:.1f} ±" in text
 
 
+def test_methods_are_compared_with_chance_on_the_same_replies() -> None:
+    first = {"0": thoughts([0.5] * 8), "7": thoughts([0.5] * 8)}
+    drawn = {"0": thoughts([0.75] * 8), "7": thoughts([0.9] * 8)}
+    better = {"0": thoughts([0.75] * 8), "7": thoughts([0.75] * 8)}
+    text = table({REFERENCE: first, "random": drawn, "snapkv": better}, {"random": 0.31, "snapkv": 0.32}, 8)
+    header, _, control, other = text.splitlines()
+    assert header.endswith("| to random, all tokens; lower in |") and control.endswith("|  |")
+    gain = 500 * (math.log(0.75 / 0.9) + math.log(0.25 / 0.1))
+    assert other.endswith(f"| {-gain / 2:+.1f} ± {gain / 2:.1f}; 1 of 2 |")
+
+
 def test_methods_are_served_and_the_controls_are_among_them() -> None:
     import json
 
