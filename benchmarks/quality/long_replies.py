@@ -2,8 +2,9 @@
 
 Windows of a text are continued as the text goes on, each token forced, so that all configurations are compared on
 the same reply (``evaluate/tasks/forced``). Methods that choose only at the end of a prompt keep all of a reply. They
-drop so much more of the prompt that the bytes at a request's end are about those of the others. ``random`` and
-``knorm`` are the controls: what is chosen by a draw, and by norms of keys. Example:
+drop so much more of the prompt that the bytes at a request's end are about those of the others, at any lengths.
+``random`` and ``knorm`` are the controls: what is chosen by a draw, and by norms of keys. The last column compares
+with the draw on the same replies. Example:
 
     python -m benchmarks.quality.long_replies --text wikitext2_valid.txt.xz --n 8 --output long_replies
 """
@@ -16,6 +17,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -27,20 +29,36 @@ from sglang_diffkv.evaluate.store import Store
 
 PROMPT, REPLY, PARTS = 1024, 2048, 4
 REFERENCE = "stock"
-SHARE = 0.25
-"""Of a prompt, kept by methods that keep all of a reply: with 1,024 and 2,048 tokens about the default's bytes."""
-BLOCKS = 9
-"""Of 256 tokens, which ``zipage`` holds at most: three quarters of 3,072 tokens."""
-METHODS = {
-    "K8V4": {"tiers": ["K8V4"]},
-    "diffkv": {},
-    "leankv": {"rotate": "both", "policy": {"name": "leankv", "mass_high": 0.1}},
-    "zipage": {"tiers": ["K8V4"], "policy": {"name": "zipage", "max_blocks": BLOCKS}},
-    "xkv": {"tiers": ["K8V4"], "policy": {"name": "xkv", "keep": SHARE}},
-    "snapkv": {"tiers": ["K8V4"], "policy": {"name": "snapkv", "fraction": SHARE}},
-    "knorm": {"tiers": ["K8V4"], "policy": {"name": "knorm", "fraction": SHARE}},
-    "random": {"tiers": ["K8V4"], "policy": {"name": "random", "fraction": SHARE}},
-}
+CONTROL = "random"
+KEPT = 0.75
+"""Of prompt and reply together, by methods that drop tokens: in K8V4 about the default's bytes at a reply's end."""
+BLOCK = 128
+"""Tokens of a block of ``zipage``: small, so that blocks can make up a budget of any length."""
+METHODS = ("K8V4", "diffkv", "leankv", "zipage", "xkv", "snapkv", "knorm", "random")
+
+
+def configurations(prompt: int, reply: int) -> dict[str, dict[str, Any]]:
+    """Each method's, for a prompt and a reply of so many tokens. Those that keep all of the reply take from the prompt
+    what makes ``KEPT`` of both. ValueError if the reply alone is more, or a budget is less than two blocks."""
+    kept = KEPT * (prompt + reply)
+    share, blocks = round((kept - reply) / max(prompt, 1), 3), round(kept / BLOCK)
+    if share <= 0 or blocks < 2:
+        raise ValueError(
+            f"{KEPT:.0%} of {prompt + reply:,} tokens have to be more than the reply, and two blocks of {BLOCK}: "
+            "give --prefix-tokens more, or --window-tokens less"
+        )
+
+    def dropping(name: str, **options: float) -> dict[str, Any]:
+        return {"tiers": ["K8V4"], "policy": {"name": name, **options}}
+
+    found: dict[str, dict[str, Any]] = {
+        "K8V4": {"tiers": ["K8V4"]},
+        "diffkv": {},
+        "leankv": {"rotate": "both", "policy": {"name": "leankv", "mass_high": 0.1}},
+        "zipage": dropping("zipage", max_blocks=blocks, block=BLOCK),
+        "xkv": dropping("xkv", keep=share),
+    }
+    return found | {name: dropping(name, fraction=share) for name in ("snapkv", "knorm", "random")}
 
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -56,6 +74,10 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     args = parser.parse_args(argv)
     if args.window_tokens <= PARTS or not args.top_logprobs:
         parser.error(f"--window-tokens must be above {PARTS}, and --top-logprobs above 0")
+    try:
+        args.configurations = configurations(args.prefix_tokens, args.window_tokens)
+    except ValueError as error:
+        parser.error(str(error))
     return args
 
 
@@ -66,17 +88,30 @@ def by_part(first: Mapping[str, str], other: Mapping[str, str]) -> np.ndarray:
     return np.array([[part.mean() for part in np.array_split(x, PARTS)] for x in divergences])
 
 
+def errors(found: np.ndarray) -> np.ndarray:
+    """Standard errors of the means over the first axis."""
+    return found.std(0, ddof=1) / len(found) ** 0.5 if len(found) > 1 else np.full(found.shape[1:], np.nan)
+
+
+def to_control(found: np.ndarray, control: np.ndarray) -> str:
+    """Difference to the control over whole replies, paired, and of how many replies the divergence is lower."""
+    difference = found.mean(1) - control.mean(1)
+    return f"{difference.mean():+.1f} ± {errors(difference):.1f}; {(difference < 0).sum()} of {len(difference)}"
+
+
 def table(tops: Mapping[str, Mapping[str, str]], ratios: Mapping[str, float], reply: int) -> str:
-    """A row for each method: bytes, and divergence by part of the reply with its standard error, in millinats."""
+    """A row for each method: bytes, and divergence by part of the reply with its standard error, in millinats. Where
+    the control was asked, the difference to it too."""
     edges = [reply * part // PARTS for part in range(PARTS + 1)]
     header = ["method", "bytes of bf16", *(f"tokens {low + 1:,} to {high:,}" for low, high in pairwise(edges))]
+    parts = {name: 1e3 * by_part(tops[REFERENCE], mine) for name, mine in tops.items() if name != REFERENCE}
+    if CONTROL in parts:
+        header.append(f"to {CONTROL}, all tokens; lower in")
     rows = []
-    for name, mine in tops.items():
-        if name == REFERENCE:
-            continue
-        found = 1e3 * by_part(tops[REFERENCE], mine)
-        errors = found.std(0, ddof=1) / len(found) ** 0.5 if len(found) > 1 else [float("nan")] * PARTS
-        cells = [f"{mean:.1f} ± {error:.1f}" for mean, error in zip(found.mean(0), errors, strict=True)]
+    for name, found in parts.items():
+        cells = [f"{mean:.1f} ± {error:.1f}" for mean, error in zip(found.mean(0), errors(found), strict=True)]
+        if CONTROL in parts:
+            cells.append("" if name == CONTROL else to_control(found, parts[CONTROL]))
         rows.append([name, f"{ratios[name]:.3f}", *cells])
     return markdown(header, rows)
 
@@ -97,7 +132,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Ask all configurations and print the table; the exit status of the evaluation."""
     args = parse_args(argv)
     args.url = args.name = None
-    args.config = [REFERENCE, *(f"{name}={json.dumps(METHODS[name])}" for name in args.methods)]
+    args.config = [REFERENCE, *(f"{name}={json.dumps(args.configurations[name])}" for name in args.methods)]
     args.task = [f"continuation={args.text}"]
     if status := cli.run(args):
         return status
