@@ -53,7 +53,9 @@ PARTS = {
     "attention": r"(split|paged|ragged)_kernel|decode|paged_?kv|flash(_|::|attn)|fmha|batch_?prefill|prefillwith",
     "scores, search, joining of splits": r"(finish|offsets|ranges|scores|merge)_kernel|merge_?states",
     "quantise and append": r"append_kernel|store_kv|set_kv|create_flashinfer",
-    "page management and compaction": r"(reserve|plan|lower|move|count_rows|compact|release|spare|return|seal|spans?)_k",
+    "page management and compaction": (
+        r"(reserve|plan|lower|move|count_rows|compact|release|spare|return|seal|spans?)_kernel"
+    ),
     "matrix products": r"gemm|nvjet|cutlass|cublas|splitk|wgmma|matmul",
     "norms, rotary embedding, activation": r"norm|rope|rotary|rotate_kernel|silu|act_and_mul",
     "sampling": r"argmax|softmax|topk|sampl|sort|multinomial",
