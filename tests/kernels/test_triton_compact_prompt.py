@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 import pytest
 import torch
@@ -67,7 +68,8 @@ def tokens_of(state, row, layer, tier):
 @pytest.mark.parametrize(("sinks", "scales"), [(0, False), (6, False), (0, True)])
 @pytest.mark.parametrize("alphas", [(1.0, 0.2), (3.0, 0.0), (0.0, 0.0), (9e9, 9e9), (9e9, 0.0)])
 @pytest.mark.parametrize(
-    "tiers", ["K8V4 K4V2", "K8V4 K4V6", "BF16 K8V4", "K8V4", FOUR, pytest.param(THREE, marks=FULL)]
+    "tiers",
+    ["K8V4 K4V2", "K8V4 K4V6 K4V2", "K8V6 K6V6", "BF16 K8V4", "K8V4", FOUR, pytest.param(THREE, marks=FULL)],
 )
 def test_matches_reference(tiers, alphas, sinks, scales):
     policy = with_between(diffkv_policy(*alphas, window=5, sinks=sinks), len(tiers.split()))
@@ -247,6 +249,25 @@ def test_a_row_with_a_fault_keeps_its_tokens_as_they_are():
     before = clone_state(state)
     compact_prompts(state, *ends_of((1, 48)), PromptWorkspace.create(state), cuts_of(policy, state))
     assert_high_tokens_as_in(before, state, row=1)
+
+
+@pytest.mark.parametrize("tiers", ["BF16 K8V4 K4V2", "K8V4 K4V6 K2V2"])
+def test_tokens_for_a_tier_without_a_spare_page_stay_as_they_are(tiers):
+    """Others go down beside them: the first heads have a spare page of the middle tier, no head one of the lowest."""
+    manager = make_manager(make_format(tiers, page_tokens=4), pages=51, layers=2, heads=2)
+    add_prompt(manager, 1, 48, torch.Generator().manual_seed(3), compact=False)
+    assert manager.device.free_pages() == 3
+    policy, state = with_between(diffkv_policy(9e9, 0.0, window=4), len(manager.fmt.tiers)), manager.state
+    policy = replace(policy, alpha_high=3.0, alpha_between=(0.7,))
+    before = clone_state(state)
+    compact_prompts(state, *ends_of((1, 48)), PromptWorkspace.create(state), cuts_of(policy, state))
+    check_integrity(manager)
+    counts = state.own_tokens[1].flatten(0, 1)
+    assert (counts.sum(1) == 48).all() and (counts[:3, 1] > 0).all() and not counts[3, 1] and not counts[:, 2].any()
+    for layer in range(2):
+        for got, old in zip(tokens_of(state, 1, layer, 0), tokens_of(before, 1, layer, 0), strict=True):
+            kept = got[0].long()  # positions, which are places among the old ones
+            assert len(kept) > 4 and all(torch.equal(a, b[kept]) for a, b in zip(got, old, strict=True))
 
 
 def assert_high_tokens_as_in(before: PageState, state: PageState, row: int) -> None:
