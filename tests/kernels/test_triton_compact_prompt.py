@@ -14,6 +14,7 @@ from sglang_diffkv.kernels.append.reference import read_tokens
 from sglang_diffkv.kernels.compact_prompt.reference import compact_prompt as reference
 from sglang_diffkv.kernels.compact_prompt.reference import compact_prompts as specification
 from sglang_diffkv.kernels.compact_prompt.triton import PromptWorkspace, compact_prompts
+from sglang_diffkv.kernels.compact_prompt.triton_lower import PARTS
 from sglang_diffkv.kernels.cuts import Cuts
 from sglang_diffkv.kernels.table import layer_table, max_entries, own_slot_location
 from sglang_diffkv.layout.state import PageState
@@ -200,7 +201,28 @@ def test_a_tail_longer_than_the_window_stays(count, window, tail):
     for row, end in ends:
         for positions in stored_in_order(state, row):
             assert torch.equal(positions, torch.arange(end - tail, end, device=DEVICE).int())
+        for layer in range(state.num_layers):
+            for got, expected in zip(tokens_of(state, row, layer, 0), tokens_of(twin, row, layer, 0), strict=True):
+                assert len(got[0]) == tail and all(map(torch.equal, got, expected))
     check_integrity(manager)
+
+
+@pytest.mark.parametrize("alphas", [(1.0, 0.2), (9e9, 0.0)])
+def test_a_head_has_more_pages_than_programs(alphas):
+    policy = diffkv_policy(*alphas, window=5)
+    manager = make_manager(make_format("K8V4 K4V2", page_tokens=4), pages=120, layers=1, heads=1, window=5)
+    count = 4 * PARTS * 2 + 30
+    add_prompt(manager, 1, count, torch.Generator().manual_seed(3), compact=False)
+    state = manager.state
+    twin, cuts = clone_state(state), cuts_of(policy, state)
+    compact_prompts(state, *ends_of((1, count)), PromptWorkspace.create(state), cuts)
+    reference(twin, 1, count, cuts)
+    check_integrity(manager)
+    for tier in range(2):
+        ((got, expected),) = zip(tokens_of(state, 1, 0, tier), tokens_of(twin, 1, 0, tier), strict=True)
+        assert len(got[0]) and torch.equal(got[0], expected[0]) and torch.equal(got[3], expected[3])
+        for a, b in zip(got[1:3], expected[1:3], strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-3, atol=5e-3)
 
 
 @pytest.mark.parametrize("tiers", ["K8V4 K4V2", pytest.param(FOUR, marks=FULL)])
