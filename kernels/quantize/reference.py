@@ -49,8 +49,9 @@ FIRST = {2: 156, 3: 46, 4: 30, 5: 20}
 """Of ``CUTS``, the upper end's while the lower end's is looked for, by bits that have a choice."""
 LEAST_GAIN = 0.5
 """Of a vector that clipping made longer; the most is ``most_gain``."""
-LEAST, LARGEST = 1e-37, 1e38
-"""Vectors of a range that is not between these are not clipped: float32 ends soon after."""
+LEAST, LARGEST = 1e-35, 1e38
+"""Vectors of a range that is not between these are not clipped: float32 ends soon after, and soon before for units of
+the range. fp16 has 0 for its steps there long since."""
 
 
 def cuts(bits: int, source_bits: int = NEW) -> tuple[int, ...]:

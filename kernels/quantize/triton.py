@@ -106,7 +106,8 @@ def quantize_groups(x, inside, BITS: tl.constexpr, SOURCE_BITS: tl.constexpr = 0
         span = high - low
         known = (span > LEAST) & (span < LARGEST)
         unit = reciprocal(tl.where(known, span, 1.0)) * UNITS
-        units = (x - low[:, None, None]) * unit[:, None, None]
+        # None is larger. It keeps a compiler from rounding product and sum at once, which the reference does not do.
+        units = tl.minimum((x - low[:, None, None]) * unit[:, None, None], UNITS)
         units = (tl.where(inside & known[:, None, None], units, 0.0) + ROUND) - ROUND
         below, above = chosen_ends(units, inside, low, wanted, BITS, SOURCE_BITS)
         share = 1.0 - (below + above) * (1.0 / UNITS)

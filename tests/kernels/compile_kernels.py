@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from itertools import product
@@ -43,6 +44,8 @@ from tests.policies import diffkv_policy
 
 HOPPER = GPUTarget("cuda", 90, 32)
 HOPPER_PROCESSORS = 132
+ROUND_BITS = "4B000000"
+"""2^23, as PTX writes it: what rounds a number to a whole one."""
 DRAFTS = 4
 
 
@@ -255,6 +258,7 @@ def report(config: str, found: dict[str, Any]) -> Iterator[dict[str, Any]]:
             "warps": kernel.metadata.num_warps,
             "wgmma": ptx.count("wgmma.mma_async"),
             "mma": ptx.count("mma.sync.aligned"),
+            "rounds_products": len(re.findall(rf"fma\.rn\.f32[^;]*0f{ROUND_BITS}", ptx)),
         }
 
 

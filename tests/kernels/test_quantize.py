@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from sglang_diffkv.kernels.quantize.reference import (
     CUTS,
     FIRST,
+    LEAST,
     NEW,
     NEW_CUT,
     UNITS,
@@ -167,6 +168,16 @@ def test_tiny_values_stay_tiny(source_bits, bits, size):
     x = torch.randn(32, 64) * size
     back = check_error(x, bits, source_bits)
     assert back.abs().max() <= 2 * x.abs().max() + 2 ** (bits + 1) * TINY
+
+
+@pytest.mark.parametrize("size", [1e-38, LEAST / 3, LEAST * 1.1, LEAST * 40, 1e30, 9e37, 3e38])
+def test_units_are_numbers_of_any_range(size):
+    """From 0 to ``UNITS``, or all 0 where the range counts for none."""
+    x = torch.randn(32, 64, generator=torch.Generator().manual_seed(3)).clamp(-1, 1) * size / 2
+    low, high = x.amin(-1, keepdim=True), x.amax(-1, keepdim=True)
+    units, known = in_units(x, low, high)
+    assert torch.equal(units.amin(-1, keepdim=True), torch.zeros_like(low))
+    assert torch.equal(units.amax(-1, keepdim=True), known * float(UNITS))
 
 
 @pytest.mark.parametrize("bits", BITS)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from sglang_diffkv.kernels.append.reference import read_tokens
 from sglang_diffkv.kernels.compact_prompt.reference import compact_prompt as reference
 from sglang_diffkv.kernels.compact_prompt.reference import compact_prompts as specification
 from sglang_diffkv.kernels.compact_prompt.triton import PromptWorkspace, compact_prompts
+from sglang_diffkv.kernels.compact_prompt.triton_lower import PARTS
 from sglang_diffkv.kernels.cuts import Cuts
 from sglang_diffkv.kernels.table import layer_table, max_entries, own_slot_location
 from sglang_diffkv.layout.state import PageState
@@ -67,7 +69,8 @@ def tokens_of(state, row, layer, tier):
 @pytest.mark.parametrize(("sinks", "scales"), [(0, False), (6, False), (0, True)])
 @pytest.mark.parametrize("alphas", [(1.0, 0.2), (3.0, 0.0), (0.0, 0.0), (9e9, 9e9), (9e9, 0.0)])
 @pytest.mark.parametrize(
-    "tiers", ["K8V4 K4V2", "K8V4 K4V6", "BF16 K8V4", "K8V4", FOUR, pytest.param(THREE, marks=FULL)]
+    "tiers",
+    ["K8V4 K4V2", "K8V4 K4V6 K4V2", "K8V6 K6V6", "BF16 K8V4", "K8V4", FOUR, pytest.param(THREE, marks=FULL)],
 )
 def test_matches_reference(tiers, alphas, sinks, scales):
     policy = with_between(diffkv_policy(*alphas, window=5, sinks=sinks), len(tiers.split()))
@@ -198,7 +201,28 @@ def test_a_tail_longer_than_the_window_stays(count, window, tail):
     for row, end in ends:
         for positions in stored_in_order(state, row):
             assert torch.equal(positions, torch.arange(end - tail, end, device=DEVICE).int())
+        for layer in range(state.num_layers):
+            for got, expected in zip(tokens_of(state, row, layer, 0), tokens_of(twin, row, layer, 0), strict=True):
+                assert len(got[0]) == tail and all(map(torch.equal, got, expected))
     check_integrity(manager)
+
+
+@pytest.mark.parametrize("alphas", [(1.0, 0.2), (9e9, 0.0)])
+def test_a_head_has_more_pages_than_programs(alphas):
+    policy = diffkv_policy(*alphas, window=5)
+    manager = make_manager(make_format("K8V4 K4V2", page_tokens=4), pages=120, layers=1, heads=1, window=5)
+    count = 4 * PARTS * 2 + 30
+    add_prompt(manager, 1, count, torch.Generator().manual_seed(3), compact=False)
+    state = manager.state
+    twin, cuts = clone_state(state), cuts_of(policy, state)
+    compact_prompts(state, *ends_of((1, count)), PromptWorkspace.create(state), cuts)
+    reference(twin, 1, count, cuts)
+    check_integrity(manager)
+    for tier in range(2):
+        ((got, expected),) = zip(tokens_of(state, 1, 0, tier), tokens_of(twin, 1, 0, tier), strict=True)
+        assert len(got[0]) and torch.equal(got[0], expected[0]) and torch.equal(got[3], expected[3])
+        for a, b in zip(got[1:3], expected[1:3], strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-3, atol=5e-3)
 
 
 @pytest.mark.parametrize("tiers", ["K8V4 K4V2", pytest.param(FOUR, marks=FULL)])
@@ -247,6 +271,25 @@ def test_a_row_with_a_fault_keeps_its_tokens_as_they_are():
     before = clone_state(state)
     compact_prompts(state, *ends_of((1, 48)), PromptWorkspace.create(state), cuts_of(policy, state))
     assert_high_tokens_as_in(before, state, row=1)
+
+
+@pytest.mark.parametrize("tiers", ["BF16 K8V4 K4V2", "K8V4 K4V6 K2V2"])
+def test_tokens_for_a_tier_without_a_spare_page_stay_as_they_are(tiers):
+    """Others go down beside them: the first heads have a spare page of the middle tier, no head one of the lowest."""
+    manager = make_manager(make_format(tiers, page_tokens=4), pages=51, layers=2, heads=2)
+    add_prompt(manager, 1, 48, torch.Generator().manual_seed(3), compact=False)
+    assert manager.device.free_pages() == 3
+    policy, state = with_between(diffkv_policy(9e9, 0.0, window=4), len(manager.fmt.tiers)), manager.state
+    policy = replace(policy, alpha_high=3.0, alpha_between=(0.7,))
+    before = clone_state(state)
+    compact_prompts(state, *ends_of((1, 48)), PromptWorkspace.create(state), cuts_of(policy, state))
+    check_integrity(manager)
+    counts = state.own_tokens[1].flatten(0, 1)
+    assert (counts.sum(1) == 48).all() and (counts[:3, 1] > 0).all() and not counts[3, 1] and not counts[:, 2].any()
+    for layer in range(2):
+        for got, old in zip(tokens_of(state, 1, layer, 0), tokens_of(before, 1, layer, 0), strict=True):
+            kept = got[0].long()  # positions, which are places among the old ones
+            assert len(kept) > 4 and all(torch.equal(a, b[kept]) for a, b in zip(got, old, strict=True))
 
 
 def assert_high_tokens_as_in(before: PageState, state: PageState, row: int) -> None:

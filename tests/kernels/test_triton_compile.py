@@ -62,5 +62,6 @@ def test_kernels_compile_for_hopper(config: str) -> None:
         assert names >= RUNNING and ("transfer_pages_kernel" in names) == (config == "zipage")
     assert [x["kernel"] for x in kernels if x["late"]] == [], "compiled while requests wait"
     for kernel in kernels:
+        assert not kernel["rounds_products"], f"{kernel}: the reference rounds a product before it makes it whole"
         if str(kernel["kernel"]).split()[0] in UNPACKING:
             assert kernel["mma"] and not kernel["wgmma"], f"{kernel}: unpacked codes must be multiplied by mma.sync"
