@@ -137,6 +137,17 @@ def equal_but_for_rounding(found: dict[str, Any], expected: dict[str, Any], roun
         assert abs(score - wanted) < rounding
 
 
+def same_up_to_a_tie(tokens: list[int], expected: dict[str, Any]) -> None:
+    """Tokens are the same up to where the expected reply's two likeliest were about as likely: there the first is the
+    other of them. Products of a larger batch are rounded otherwise on some processors."""
+    wanted = expected["output_ids"]
+    assert len(tokens) == len(wanted)
+    for token, other, (first, second) in zip(tokens, wanted, expected["meta_info"]["output_top_logprobs"], strict=True):
+        if token != other:
+            assert first[0] - second[0] < ROUNDING and token == second[1], (token, other, first, second)
+            return
+
+
 @KEEPS_PREFIXES
 @pytest.mark.parametrize("name", ["default", "lossless"])
 def test_turns_of_chats_send_what_is_new(name: str, chatting: dict[str, Pair], shared_server: SharedServer) -> None:
@@ -179,12 +190,13 @@ def test_a_full_decode_server_with_a_prefix_cache_makes_room(chatting: dict[str,
     assert stats_of(two.prefill)["transfer"]["pages_left"] == left
     assert two.reply(asked, 60) == first
     prompts = [prompt(100 + 17 * k, 90 + k) for k in range(5)]
-    alone = [two.reply(x, 100) for x in prompts]
+    alone = [two.ask({**request(x, 100), "return_logprob": True, "top_logprobs_num": 2}).json() for x in prompts]
     kept = stats_of(two.decode)["transfer"]["retracted_kept"]
     for _ in range(5):
         with ThreadPoolExecutor(len(prompts)) as threads:
             together = list(threads.map(lambda x: two.reply(x, 100), prompts))
-        assert together == alone
+        for tokens, expected in zip(together, alone, strict=True):
+            same_up_to_a_tie(tokens, expected)
         if (found := stats_of(two.decode)["transfer"])["retracted_kept"] > kept:
             break
     assert found["retracted_kept"] == found["retracted_restored"] > kept and not found["retracted_lost"]
