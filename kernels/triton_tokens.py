@@ -119,6 +119,22 @@ def prompt_decision(
 
 
 @triton.jit
+def page_decision(
+    page, slot, live, seq_len, window, sinks, cuts, ties, values, values_len,
+    HIGH: tl.constexpr, TIERS: tl.constexpr, WHOLE: tl.constexpr,
+):  # fmt: skip
+    """``prompt_decision`` for the ``live`` of slots [T] of a high-tier page: positions, score words, and the masks."""
+    position = load_positions(page, HIGH[I_POSITIONS], slot, live)
+    word = load_scores(page, HIGH[I_SCORES], slot, live)
+    score = word.to(tl.float32, bitcast=True)
+    live = live & (position >= 0)
+    chosen = prompt_decision(
+        score, position, live, seq_len, window, sinks, cuts, ties, values, values_len, 0, TIERS, WHOLE
+    )
+    return position, word, chosen
+
+
+@triton.jit
 def held_page(
     entry, source, lo, hi, layer, head, shared_scores, shared_len, pages, page_table, range_lo, range_hi, row_blocks,
     TIER: tl.constexpr, TOKENS: tl.constexpr, SCORES: tl.constexpr, POSITIONS: tl.constexpr,

@@ -8,11 +8,8 @@ import triton
 import triton.language as tl
 
 from sglang_diffkv.kernels.triton_table import (
-    I_POSITIONS,
-    I_SCORES,
     I_TOKENS,
     layout_of,
-    load_positions,
     padded,
     table_index,
 )
@@ -20,9 +17,8 @@ from sglang_diffkv.kernels.triton_tokens import (
     fits_in_slot,
     lasting_of,
     load_cuts,
-    load_scores,
     lower_in_place,
-    prompt_decision,
+    page_decision,
 )
 
 PARTS = 16
@@ -70,11 +66,8 @@ def lower_kernel(
         at = table_index(row_blocks, row, layer, head, first + page_number, True, MAX_BLOCKS, L, H)
         page = pages + tl.load(page_table + at).to(tl.int64) * PAGE_BYTES
         live = (slot < TOKENS) & (page_number * TOKENS + slot < used)
-        position = load_positions(page, HIGH[I_POSITIONS], slot, live)
-        score = load_scores(page, HIGH[I_SCORES], slot, live).to(tl.float32, bitcast=True)
-        live = live & (position >= 0)
-        chosen = prompt_decision(
-            score, position, live, seq_len, window, sinks, cuts, ties, values, values_len, 0, TIERS, WHOLE
+        _, _, chosen = page_decision(
+            page, slot, live, seq_len, window, sinks, cuts, ties, values, values_len, HIGH, TIERS, WHOLE
         )
         for lower in tl.static_range(TIERS - 1):
             if fits_in_slot(HIGH, layout_of(LAYOUTS, lower + 1)):

@@ -17,10 +17,8 @@ import triton.language as tl
 from sglang_diffkv.kernels.triton_ring import EMPTY, NO_LIMIT, drop_references, place_pages
 from sglang_diffkv.kernels.triton_table import (
     I_POSITIONS,
-    I_SCORES,
     I_TOKENS,
     layout_of,
-    load_positions,
     padded,
     store_positions,
     table_column,
@@ -30,10 +28,9 @@ from sglang_diffkv.kernels.triton_tokens import (
     fits_in_slot,
     lasting_of,
     load_cuts,
-    load_scores,
     load_tokens,
     lowered_tokens,
-    prompt_decision,
+    page_decision,
     requantized_tokens,
     store_tokens,
 )
@@ -255,12 +252,8 @@ def compact_kernel(
             source_page = tl.where(number < kept_pages(kept, TOKENS), overwritten, source_page)
         source = pages + source_page.to(tl.int64) * PAGE_BYTES
         live = (slot < TOKENS) & (number * TOKENS + slot < used)
-        position = load_positions(source, HIGH[I_POSITIONS], slot, live)
-        word = load_scores(source, HIGH[I_SCORES], slot, live)
-        score = word.to(tl.float32, bitcast=True)
-        live = live & (position >= 0)
-        chosen = prompt_decision(
-            score, position, live, seq_len, window, sinks, cuts, ties, values, values_len, 0, TIERS, WHOLE
+        position, word, chosen = page_decision(
+            source, slot, live, seq_len, window, sinks, cuts, ties, values, values_len, HIGH, TIERS, WHOLE
         )
         stays = chosen[0]
         goes = ()
