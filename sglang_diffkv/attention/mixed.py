@@ -37,4 +37,5 @@ class MixedWrapper:
 
     def end(self) -> None:
         """Compaction behind the decode step. Prompts that end are compacted as behind any pass."""
+        self.extend.end()
         self.decode.end()

@@ -18,6 +18,7 @@ from sglang_diffkv.kernels.rotate.reference import NO_ROTATION, Rotation, rotate
 from sglang_diffkv.layout.query_cache import QueryCache
 from sglang_diffkv.ops.base import Ops, Scaling, Step
 from sglang_diffkv.ops.decisions import untouched_tokens
+from sglang_diffkv.ops.launches import Launches
 
 
 class Wrapper:
@@ -208,6 +209,11 @@ class ExtendWrapper(Wrapper):
             return self.fitted.turn_back(layer, out)
         form = self._as_stored(step, layer, q, key, value)
         return self._turned_back(step, layer, self.ops.extend(layer, *form, step, scaling, sink_logits))
+
+    def end(self) -> None:
+        """Behind the last layer: what its layers had in common takes memory no more."""
+        assert self.step is not None, "plan comes first"
+        self.step.launches = Launches()
 
     def end_prompt(self, row: int, seq_len: int) -> None:
         """Sort a row's prompt of ``seq_len`` tokens into tiers, where the policy wants it, and drop what has left

@@ -16,6 +16,9 @@ MOST_BYTES = 256 << 20
 """Of keys and values of all tokens of a pass's requests, of the KV heads that attend together: 65,536 tokens of
 Llama-3-8B's 8, or 524,288 of one. They live while these attend, in the room that the activations of a pass have. Where
 one head has more, requests attend to pages as they are."""
+FEW_TOKENS = 2048
+"""New tokens of a pass whose layers have one room for these keys and values. Beside the rest of so short a pass it may
+stay; and the host, which such passes wait for, takes it once."""
 
 
 def heads_hold_all(policy: Policy, tiers: int) -> bool:
@@ -91,12 +94,17 @@ def _unpacked(
     key_means: torch.Tensor | None, first_head: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """Keys and values of whole requests, of so many heads as the step says. The caller keeps them for attention and
-    what follows from them alone: others take memory of their own."""
-    whole, fmt = step.whole, state.fmt
+    what follows from them alone: the next call may write over them."""
+    whole = step.whole
     assert whole is not None
-    tokens = sum(whole.lens)
-    keys = torch.empty(tokens, whole.heads, fmt.head_dim, dtype=key.dtype, device=key.device)
-    values = torch.empty(tokens, whole.heads, fmt.v_head_dim, dtype=value.dtype, device=value.device)
+
+    def room() -> tuple[torch.Tensor, torch.Tensor]:
+        shape, dims = (sum(whole.lens), whole.heads), (state.fmt.head_dim, state.fmt.v_head_dim)
+        keys, values = (torch.empty(*shape, dim, dtype=key.dtype, device=key.device) for dim in dims)
+        return keys, values
+
+    few = sum(step.counts) <= FEW_TOKENS
+    keys, values = step.launches.prepared("unpacked", room) if few else room()
 
     def prepare() -> PreparedReadBack:
         lens = (step.rows, step.starts, step.extend_lens, step.prefix_lens)

@@ -277,10 +277,10 @@ class DiffKVAttnBackend(AttentionBackend):
     def _answer(
         self, wrapper: DecodeWrapper | ExtendWrapper | MixedWrapper | VerifyWrapper, layer: Any, out: torch.Tensor
     ) -> torch.Tensor:
-        """What a layer gets. Behind the last one a decode step's decisions are carried out; those on prompts follow the
-        pass's results (``PageManager.end_pass``)."""
+        """What a layer gets. Behind the last one the pass ends: a decode step's decisions are carried out; those on
+        prompts follow the pass's results (``PageManager.end_pass``)."""
         if layer.layer_id == self.last_layer:
-            if isinstance(wrapper, DecodeWrapper | MixedWrapper):
+            if not isinstance(wrapper, VerifyWrapper):
                 wrapper.end()
             if self.launched is not None:
                 self.manager.computed(self.launched)

@@ -68,6 +68,48 @@ def test_later_launches_are_of_the_variant_that_the_first_was() -> None:
     ]
 
 
+def test_repeated_launches_pass_addresses_and_keep_what_these_are_of() -> None:
+    """Tensors of the GPU alone: of others the launcher asks itself."""
+
+    class OnGpu(torch.Tensor):
+        is_cuda = True
+
+    launched = []
+
+    class Variant:
+        def __getitem__(self, grid):
+            return lambda *args: launched.append(args)
+
+    class Kernel:
+        arg_names = ("x", "table", "means", "layer")
+
+        def __getitem__(self, grid):
+            def first(*args, **constants):
+                launched.append(args)
+                return Variant()
+
+            return first
+
+    x, y, table = (torch.zeros(4).as_subclass(OnGpu) for _ in range(3))
+    host, at = torch.zeros(4), table.data_ptr()
+    launch = Launch(Kernel(), (1,), (None, table, None, None), {})
+    kept = weakref.ref(table)
+    del table
+    launch(x=x, means=None, layer=0)
+    launch(x=y, means=None, layer=1)
+    launch(x=host, means=x, layer=2)
+    assert launched[0][0] is x and launched[0][1].data_ptr() == at
+    assert launched[1] == (y.data_ptr(), at, None, 1)
+    assert launched[2][0] is host and launched[2][1:] == (at, x.data_ptr(), 2)
+    launched.clear()
+    gc.collect()
+    assert kept() is not None, "its memory is still read"
+    gone = weakref.ref(y)
+    del y
+    gc.collect()
+    assert gone() is None, "a layer's tensors end with it"
+
+
 @pytest.mark.parametrize(
     "other",
     [
@@ -108,6 +150,45 @@ def test_a_step_keeps_nothing_that_its_kernels_write_to(monkeypatch: pytest.Monk
         assert ops.decode(0, q.to(BF16), step, Scaling(0.1)).shape == q.shape
     gc.collect()
     assert [x() for refs in written for x in refs] == [None] * 4
+
+
+@pytest.mark.parametrize("few", [True, False])
+def test_layers_of_a_short_pass_share_the_room_of_what_is_read_back(few: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And it ends with the pass. Those of a long one take room for a layer each."""
+    monkeypatch.setattr("sglang_diffkv.ops.read_back.FEW_TOKENS", 6 if few else 5)
+    manager = make_manager(make_format("K8V4 K4V2", DIM), layers=LAYERS, heads=HEADS, policy=WINDOW)
+    ops = TritonOps(manager.state, WINDOW, HEADS * GROUP, 400)
+    seen: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    class Seen(Library):
+        def run(self, q, key, value, scaling, *, lse=True):
+            seen.append((key, value))
+            return super().run(q, key, value, scaling, lse=lse)
+
+    ops.ragged = Seen(SCALING, natural=False)
+    wrapper = ExtendWrapper(ops)
+    row = torch.tensor([1], device=DEVICE)
+    for start, count in ((0, 20), (20, 6)):
+        seen.clear()
+        manager.space.append(1, count)
+        manager.rows.grow(1, count, in_prompt=True)
+        manager.space.flush()
+        wrapper.plan(row, torch.tensor([start], device=DEVICE), torch.tensor([count], device=DEVICE), [start], [count])
+        wrapper.begin()
+        for layer in range(LAYERS):
+            q, key, value = torch.randn(count, HEADS * (GROUP + 2), DIM, device=DEVICE).to(BF16).split(
+                [HEADS * GROUP, HEADS, HEADS], 1
+            )  # fmt: skip
+            wrapper.run(layer, q, key, value, SCALING)
+    assert all(len(key) == 26 for key, _ in seen)
+    places = {(key.data_ptr(), value.data_ptr()) for key, value in seen}
+    assert len(seen) == LAYERS and len(places) == (1 if few else LAYERS)
+    kept = weakref.ref(seen[0][0])
+    seen.clear()
+    wrapper.end()
+    del q, key, value
+    gc.collect()
+    assert kept() is None, "a pass that ended holds memory"
 
 
 @pytest.mark.parametrize(
