@@ -14,27 +14,23 @@ NAME.json and NAME.md in the output folder. Exit code 1 if a server failed.
 from __future__ import annotations
 
 import argparse
-import itertools
+import asyncio
 import json
 import math
 import random
 import statistics
 import sys
-import threading
 import time
 from collections import deque
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field, fields, replace
 from functools import partial
-from typing import Any
-
-import requests
 
 from benchmarks.serving.cli import model_name
-from benchmarks.serving.client import BenchmarkError, warm_up
+from benchmarks.serving.client import warm_up
 from benchmarks.serving.each_backend import add_arguments, measure_each, parse
 from benchmarks.serving.session import OK, Record, Setup
+from benchmarks.serving.streams import Answer, Client, ended
 from sglang_diffkv.evaluate.report import markdown
 from sglang_diffkv.evaluate.server import Server
 
@@ -137,17 +133,6 @@ class Session:
     left: int
 
 
-@dataclass(frozen=True)
-class Answer:
-    """Of a turn: seconds to the first token and between the others, the reply, and how many prompt tokens were
-    cached."""
-
-    first: float
-    gaps: list[float]
-    reply: list[int]
-    cached: int
-
-
 @dataclass
 class Outcome:
     """What the turns of a load took."""
@@ -181,30 +166,6 @@ class Outcome:
         }
 
 
-def answered(url: str, prompt: Sequence[int], wanted: int) -> Answer:
-    """The streamed answer to a prompt. Raises BenchmarkError unless it has ``wanted`` tokens."""
-    parameters = {"temperature": 0, "max_new_tokens": wanted, "ignore_eos": True}
-    body = {"input_ids": list(prompt), "stream": True, "sampling_params": parameters}
-    begin, times = time.perf_counter(), []
-    reply: list[int] = []
-    meta: dict[str, Any] = {}
-    with requests.post(f"{url}/generate", json=body, stream=True, timeout=600) as answer:
-        answer.raise_for_status()
-        for line in answer.iter_lines():
-            if not line.startswith(b"data: {"):
-                continue
-            times.append(time.perf_counter())
-            chunk: dict[str, Any] = json.loads(line[6:])
-            if "error" in chunk:
-                raise BenchmarkError(f"a turn ended with {chunk['error']}")
-            ids, meta = chunk["output_ids"], chunk["meta_info"]
-            reply = ids if len(ids) >= meta["completion_tokens"] else reply + ids
-    if len(reply) != wanted:
-        raise BenchmarkError(f"a turn has {len(reply)} of {wanted} tokens: {meta.get('finish_reason')}")
-    gaps = [after - before for before, after in itertools.pairwise(times)]
-    return Answer(times[0] - begin, gaps, reply, meta["cached_tokens"])
-
-
 class Run:
     """A load on a server. The client keeps ``at_once`` turns under way; sessions take turns in order."""
 
@@ -215,35 +176,31 @@ class Run:
             Session(random.Random(f"{load.name} {seed} {n}"), list(shared), load.turns) for n in range(load.sessions)
         )
         self.outcome = Outcome()
-        self._lock = threading.Lock()
 
     def run(self) -> Record:
         """All turns. Raises BenchmarkError if a turn is not answered whole."""
         begin = time.perf_counter()
-        with ThreadPoolExecutor(self.load.at_once) as pool:
-            for worker in [pool.submit(self._work) for _ in range(self.load.at_once)]:
-                worker.result()
+        asyncio.run(self._all())
         return {**asdict(self.load), **self.outcome.record(time.perf_counter() - begin)}
 
-    def _work(self) -> None:
-        while True:
-            with self._lock:
-                if not self.waiting:
-                    return  # the sessions under way have workers of their own
-                session = self.waiting.popleft()
-            self._turn(session)
+    async def _all(self) -> None:
+        async with Client(self.url) as client:
+            await ended([asyncio.create_task(self._work(client)) for _ in range(self.load.at_once)])
+
+    async def _work(self, client: Client) -> None:
+        while self.waiting:  # else the sessions under way have workers of their own
+            session = self.waiting.popleft()
+            await self._turn(client, session)
             session.left -= 1
             if session.left:
-                with self._lock:
-                    self.waiting.append(session)
+                self.waiting.append(session)
 
-    def _turn(self, session: Session) -> None:
+    async def _turn(self, client: Client, session: Session) -> None:
         new, wanted = self.load.lengths(session.draw)
         prompt = session.tokens + drawn(session.draw, self.vocab, new)
-        found = answered(self.url, prompt, wanted)
+        found = await client.answered(prompt, wanted)
         session.tokens = prompt + found.reply
-        with self._lock:
-            self.outcome.add(found, len(prompt))
+        self.outcome.add(found, len(prompt))
 
 
 def _quantile(ordered: Sequence[float], share: float) -> float:

@@ -14,12 +14,12 @@ code 1 if a server failed.
 from __future__ import annotations
 
 import argparse
+import asyncio
 import json
 import lzma
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -27,11 +27,12 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.serving.agents import Outcome, answered, table
+from benchmarks.serving.agents import Outcome, table
 from benchmarks.serving.cli import model_name
 from benchmarks.serving.client import warm_up
 from benchmarks.serving.each_backend import add_arguments, measure_each, parse
 from benchmarks.serving.session import Record, Setup
+from benchmarks.serving.streams import Client, ended
 from sglang_diffkv.evaluate.server import Server
 
 BLOCK = 512
@@ -103,16 +104,20 @@ def replay(url: str, trace: Trace, vocab: int, seed: int, speed: float = 1.0) ->
     """Ask each request at its time, ``speed`` times as fast as it was. Raises BenchmarkError if one is not answered
     whole. ``late_s``: how much later than planned the last was sent, at most."""
     prompts = [x.tokens(vocab, seed) for x in trace.requests]
+    return asyncio.run(_replayed(url, trace, prompts, speed))
+
+
+async def _replayed(url: str, trace: Trace, prompts: Sequence[Sequence[int]], speed: float) -> Record:
     outcome, late = Outcome(), 0.0
     begin = time.perf_counter()
-    with ThreadPoolExecutor(len(prompts)) as pool:
+    async with Client(url) as client:
         asked = []
         for request, prompt in zip(trace.requests, prompts, strict=True):
-            time.sleep(max(begin + request.at / speed - time.perf_counter(), 0.0))
+            await asyncio.sleep(max(begin + request.at / speed - time.perf_counter(), 0.0))
             late = max(late, time.perf_counter() - begin - request.at / speed)
-            asked.append(pool.submit(answered, url, prompt, request.output))
-        for found, prompt in zip(asked, prompts, strict=True):
-            outcome.add(found.result(), len(prompt))
+            asked.append(asyncio.create_task(client.answered(prompt, request.output)))
+        for found, prompt in zip(await ended(asked), prompts, strict=True):
+            outcome.add(found, len(prompt))
     return {**outcome.record(time.perf_counter() - begin), "left_out": trace.left_out, "late_s": late}
 
 

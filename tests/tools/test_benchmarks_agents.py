@@ -7,6 +7,7 @@ import json
 import lzma
 import math
 import random
+import socket
 import statistics
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from threading import Thread
@@ -19,20 +20,30 @@ from benchmarks.serving.client import BenchmarkError
 
 
 class Played(BaseHTTPRequestHandler):
-    """Answers with tokens 7, of which a stream tells the first one and then all; knows what it was sent."""
+    """Answers with tokens 7 and 8 in turns, of which a stream tells all so far or, ``new``, those that came; knows what
+    it was sent."""
 
     protocol_version = "HTTP/1.1"
     asked: ClassVar[list[list[int]]] = []
     missing = 0
+    new = False
+    error: ClassVar[dict[str, object]] = {}
 
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         ids, count = body["input_ids"], body["sampling_params"]["max_new_tokens"] - self.missing
         cached = max((len(x) for x in self.asked if ids[: len(x)] == x), default=0)
         self.asked.append(ids)
-        chunks = [
-            {"output_ids": [7] * n, "meta_info": {"completion_tokens": n, "cached_tokens": cached}} for n in (1, count)
+        said = [7 + n % 2 for n in range(count)]
+        upto = sorted({n for n in (1, 2, count) if n <= count})
+        chunks: list[dict[str, object]] = [
+            {
+                "output_ids": said[before if self.new else 0 : n],
+                "meta_info": {"completion_tokens": n, "cached_tokens": cached},
+            }
+            for before, n in zip([0, *upto], upto, strict=False)
         ]
+        chunks += [self.error] if self.error else []
         text = "".join(f"data: {json.dumps(x)}\n\n" for x in chunks) + "data: [DONE]\n\n"
         self.send_response(200)
         self.send_header("Content-Length", str(len(text)))
@@ -55,13 +66,16 @@ def url(monkeypatch):
 LOAD = agents.Sessions("tools", sessions=3, at_once=1, shared=5, turns=2, new=2, reply=4)
 
 
-def test_sessions_take_turns_and_send_all_that_was_said(url):
+@pytest.mark.parametrize("new", [False, True])
+def test_sessions_take_turns_and_send_all_that_was_said(new, url, monkeypatch):
+    """Whether a stream tells all so far each time, or what is new."""
+    monkeypatch.setattr(Played, "new", new)
     found = agents.Run(url, LOAD, 100, 0).run()
     first, second = Played.asked[:3], Played.asked[3:]
     assert len({tuple(x[:5]) for x in Played.asked}) == 1, "all share a start"
     assert len({tuple(x) for x in first}) == 3
     for before, after in zip(first, second, strict=True):
-        assert after[: len(before)] == before and after[7:11] == [7] * 4 and len(after) == 13
+        assert after[: len(before)] == before and after[7:11] == [7, 8, 7, 8] and len(after) == 13
     assert found["turns_answered"] == 6
     assert found["hit_rate"] == pytest.approx(3 * 7 / (3 * 7 + 3 * 13))
     assert found["output_throughput"] == pytest.approx(24 / found["seconds"])
@@ -71,6 +85,19 @@ def test_a_turn_that_is_not_whole_is_an_error(url, monkeypatch):
     monkeypatch.setattr(Played, "missing", 1)
     with pytest.raises(BenchmarkError, match="3 of 4 tokens"):
         agents.Run(url, LOAD, 100, 0).run()
+
+
+def test_what_a_stream_tells_of_an_error_is_one(url, monkeypatch):
+    monkeypatch.setattr(Played, "error", {"error": {"message": "no room"}})
+    with pytest.raises(BenchmarkError, match="no room"):
+        agents.Run(url, LOAD, 100, 0).run()
+
+
+def test_a_server_that_is_gone_is_an_error():
+    with socket.create_server(("127.0.0.1", 0)) as gone:
+        port = gone.getsockname()[1]
+    with pytest.raises(BenchmarkError, match="ClientConnectorError"):
+        agents.Run(f"http://127.0.0.1:{port}", LOAD, 100, 0).run()
 
 
 def test_loads_are_named_and_changed():
