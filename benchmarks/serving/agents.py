@@ -126,11 +126,19 @@ def parse_load(text: str) -> Sessions:
 
 @dataclass
 class Session:
-    """A session's tokens so far and the turns that are left."""
+    """A session's tokens so far, and its turns that are left: the tokens that each adds, and how many it asks for."""
 
-    draw: random.Random
     tokens: list[int]
-    left: int
+    turns: deque[tuple[list[int], int]]
+
+    @classmethod
+    def drawn(cls, draw: random.Random, load: Sessions, vocab: int, shared: Sequence[int]) -> Session:
+        """All of it is drawn before anything is timed."""
+        turns: deque[tuple[list[int], int]] = deque()
+        for _ in range(load.turns):
+            new, wanted = load.lengths(draw)
+            turns.append((drawn(draw, vocab, new), wanted))
+        return cls(list(shared), turns)
 
 
 @dataclass
@@ -170,11 +178,10 @@ class Run:
     """A load on a server. The client keeps ``at_once`` turns under way; sessions take turns in order."""
 
     def __init__(self, url: str, load: Sessions, vocab: int, seed: int):
-        self.url, self.load, self.vocab = url, load, vocab
+        self.url, self.load = url, load
         shared = drawn(random.Random(f"shared {seed}"), vocab, load.shared)
-        self.waiting = deque(
-            Session(random.Random(f"{load.name} {seed} {n}"), list(shared), load.turns) for n in range(load.sessions)
-        )
+        draws = (random.Random(f"{load.name} {seed} {n}") for n in range(load.sessions))
+        self.waiting = deque(Session.drawn(draw, load, vocab, shared) for draw in draws)
         self.outcome = Outcome()
 
     def run(self) -> Record:
@@ -191,13 +198,12 @@ class Run:
         while self.waiting:  # else the sessions under way have workers of their own
             session = self.waiting.popleft()
             await self._turn(client, session)
-            session.left -= 1
-            if session.left:
+            if session.turns:
                 self.waiting.append(session)
 
     async def _turn(self, client: Client, session: Session) -> None:
-        new, wanted = self.load.lengths(session.draw)
-        prompt = session.tokens + drawn(session.draw, self.vocab, new)
+        new, wanted = session.turns.popleft()
+        prompt = session.tokens + new
         found = await client.answered(prompt, wanted)
         session.tokens = prompt + found.reply
         self.outcome.add(found, len(prompt))

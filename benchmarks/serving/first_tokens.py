@@ -7,8 +7,8 @@ other, a round at a time, each round beginning with another server. Example:
     python -m benchmarks.serving.first_tokens --geometry llama3-8b --kv-gib 8 --prompts 8192 13000:12000 8064:8000 \\
         --backends fa3:bf16 fa3:fp8_e4m3 --diffkv 'default={}' --extra-server-args '--mem-fraction-static 0.95'
 
-Servers just started are slow; ``--settle`` waits until they are so old. NAME.json and NAME.md in the output folder.
-Exit code 1 if a server failed, of which the others' times say nothing.
+Servers that have just started are slow; ``--settle`` waits before it asks. All start together, whatever the options of
+other benchmarks say. NAME.json and NAME.md in the output folder. Exit code 1 if a server failed.
 """
 
 from __future__ import annotations
@@ -43,6 +43,8 @@ REPLY = 8
 """Tokens of each reply: a chat reads the first one while others come."""
 PAUSE = 0.02
 """Seconds between two prompts: what ends a request is not measured with the next."""
+WARM_UPS = 8
+"""Requests that a server answers first."""
 FOUND = 0.9
 """Of the tokens that should be cached, at least, that have to be."""
 
@@ -53,20 +55,24 @@ def title(tokens: int, cached: int) -> str:
 
 
 async def asked_in_turns(
-    servers: Mapping[str, Server], prompts: Sequence[tuple[int, int]], repeat: int, vocab: int, seed: int
-) -> dict[str, list[Record]]:
-    """Milliseconds to the first token, by server: a record of each of ``prompts``. Raises BenchmarkError.
+    servers: Mapping[str, Server], prompts: Sequence[tuple[int, int]], repeat: int, vocab: int, seed: int,
+    found: dict[str, list[Record]],
+) -> None:  # fmt: skip
+    """Add to ``found``, by server, milliseconds to the first token: a record of each prompt, once it is measured.
+    Raises BenchmarkError, which names the server.
 
     Args:
         prompts: tokens of each, and how many of them are cached.
     """
     draw, names = random.Random(f"first tokens {seed}"), [*servers]
-    found: dict[str, list[Record]] = {name: [] for name in names}
     async with AsyncExitStack() as stack:
         clients = {name: await stack.enter_async_context(Client(server.url)) for name, server in servers.items()}
 
         async def ask(name: str, prompt: Sequence[int], cached: int) -> float:
-            answer = await clients[name].answered(prompt, REPLY)
+            try:
+                answer = await clients[name].answered(prompt, REPLY)
+            except BenchmarkError as error:
+                raise BenchmarkError(f"{name}: {error}") from error
             if answer.cached < FOUND * cached:
                 raise BenchmarkError(f"{name}: {answer.cached} of {cached} tokens were cached")
             await asyncio.sleep(PAUSE)
@@ -84,12 +90,10 @@ async def asked_in_turns(
                 for name in names[number % len(names) :] + names[: number % len(names)]:
                     times[name].append(await ask(name, prompt, cached))
             for name, taken in times.items():
-                median = statistics.median(taken)
-                found[name].append(
-                    {"prompt": title(tokens, cached), "ttft_ms": median, "least_ms": min(taken), "all_ms": taken}
-                )
-                print(f"{name}: {title(tokens, cached)}: {median:.1f} ms", flush=True)
-    return found
+                median, of = statistics.median(taken), title(tokens, cached)
+                record = {"prompt": of, "ttft_ms": median, "least_ms": min(taken), "all_ms": taken}
+                found.setdefault(name, []).append(record)
+                print(f"{name}: {of}: {median:.1f} ms", flush=True)
 
 
 def table(found: Mapping[str, Sequence[Record]], failed: Mapping[str, str]) -> str:
@@ -116,6 +120,8 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     args = parse(parser, argv)
     if args.repeat < 1:
         parser.error("--repeat must be at least 1")
+    if args.settle < 0:
+        parser.error("--settle must not be negative")
     return args
 
 
@@ -130,16 +136,19 @@ def measure(
         for backend, start in zip(args.candidates, started, strict=True):
             try:
                 servers[backend.name], facts[backend.name] = start.result()
-                warm_up(servers[backend.name], setup.shape.vocab, 1024, REPLY, setup.seed)
+                warm_up(servers[backend.name], setup.shape.vocab, 1024, WARM_UPS, setup.seed)
             except (ServerError, BenchmarkError, ValueError, requests.RequestException) as error:
                 servers.pop(backend.name, None)
                 failed[backend.name] = short(error)
-        time.sleep(args.settle if servers else 0.0)
-        try:
-            asked = asked_in_turns(servers, args.prompts, args.repeat, setup.shape.vocab, setup.seed)
-            return asyncio.run(asked), failed, facts
-        except (BenchmarkError, requests.RequestException) as error:
-            return {}, {**failed, "asking": short(error)}, facts
+        found: dict[str, list[Record]] = {}
+        if servers:
+            time.sleep(args.settle)
+            try:
+                vocab, seed = setup.shape.vocab, setup.seed
+                asyncio.run(asked_in_turns(servers, args.prompts, args.repeat, vocab, seed, found))
+            except (BenchmarkError, ValueError, requests.RequestException) as error:
+                failed["asking"] = short(error)
+        return found, failed, facts
 
 
 def main(argv: Sequence[str] | None = None) -> int:

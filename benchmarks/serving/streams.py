@@ -44,7 +44,8 @@ class Client:
 
     async def __aenter__(self) -> Self:
         timeout = aiohttp.ClientTimeout(total=None, sock_read=SILENCE)
-        connector = aiohttp.TCPConnector(limit=0)
+        # A connection for each: a server may close one that was idle just as it is used again, and nothing is repeated.
+        connector = aiohttp.TCPConnector(limit=0, force_close=True)
         self._session = aiohttp.ClientSession(connector=connector, timeout=timeout, read_bufsize=LONGEST_EVENT)
         return self
 
@@ -60,12 +61,13 @@ class Client:
         begin, times, told = time.perf_counter(), [], Told()
         try:
             async with self._session.post(self._url, json=body) as answer:
-                answer.raise_for_status()
+                if answer.status != 200:
+                    raise BenchmarkError(f"a turn was answered with {answer.status}: {(await answer.text())[:300]}")
                 async for line in answer.content:
                     if line.startswith(b"data: {"):
                         times.append(time.perf_counter())
                         told.add(line[6:])
-        except (aiohttp.ClientError, TimeoutError) as error:
+        except (aiohttp.ClientError, aiohttp.http_exceptions.HttpProcessingError, TimeoutError) as error:
             raise BenchmarkError(f"a turn ended with {type(error).__name__}: {error}") from error
         reply, meta = told.reply()
         if len(reply) != wanted:
@@ -85,27 +87,42 @@ async def ended(tasks: Sequence[asyncio.Task[Any]]) -> list[Any]:
 
 class Told:
     """Events of one stream. Some servers tell the whole reply each time, of which the last event is enough, and others
-    what is new; the second event shows which."""
+    what is new; the first event behind some tokens shows which."""
 
     def __init__(self) -> None:
         self._events: list[bytes] = []
         self._whole: bool | None = None
+        self._tokens = False
 
     def add(self, event: bytes) -> None:
-        if self._events and self._whole is None:
-            chunk = json.loads(event)
-            self._whole = "error" in chunk or len(chunk["output_ids"]) >= chunk["meta_info"]["completion_tokens"]
-        if self._whole:
-            self._events.clear()
+        """One more. Raises BenchmarkError for what is no JSON."""
+        if self._whole is None:
+            chunk = read(event)
+            if self._tokens and "error" not in chunk:
+                self._whole = len(chunk["output_ids"]) >= chunk["meta_info"]["completion_tokens"]
+            self._tokens |= bool(chunk.get("output_ids"))
+        if self._whole and b'"error"' not in self._events[-1]:
+            self._events.pop()
         self._events.append(event)
 
     def reply(self) -> tuple[list[int], dict[str, Any]]:
         """The tokens, and what the last event says beside them. Raises BenchmarkError if one tells of an error."""
         reply: list[int] = []
         meta: dict[str, Any] = {}
-        for chunk in map(json.loads, self._events):
+        for chunk in map(read, self._events):
             if "error" in chunk:
                 raise BenchmarkError(f"a turn ended with {chunk['error']}")
             ids, meta = chunk["output_ids"], chunk["meta_info"]
             reply = ids if len(ids) >= meta["completion_tokens"] else reply + ids
         return reply, meta
+
+
+def read(event: bytes) -> dict[str, Any]:
+    """Raises BenchmarkError for what is no JSON object."""
+    try:
+        found = json.loads(event)
+    except ValueError as error:
+        raise BenchmarkError(f"a stream tells {event[:100]!r}: {error}") from error
+    if not isinstance(found, dict):
+        raise BenchmarkError(f"a stream tells {event[:100]!r}")
+    return found

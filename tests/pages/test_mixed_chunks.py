@@ -77,7 +77,11 @@ class Passes:
             self._extend(*prompt, begun, count)
             self._plan_decode(decoding, starts)
             out = self._attend(self.together, data)
+            step = self.extend.step
+            assert step is not None
+            common = step.launches
             self.together.end()
+            assert step.launches is not common, "what the prompts' layers had in common takes memory"
             manager.end_prompts(launched)
             manager.counts.report()
             return out

@@ -169,6 +169,23 @@ def test_graphs_of_prompts_are_captured_of_no_request() -> None:
         graphs.layers(False, 4, 4, torch.Generator().manual_seed(0))
 
 
+@pytest.mark.parametrize("graphs", [False, True])
+def test_behind_its_last_layer_a_pass_over_prompts_keeps_nothing_of_its_layers(
+    graphs: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    twin, seen = Twin(triton=False, tiers="K8V4 K4V2"), []
+    wrapper = twin.backend.extend
+    run, end = wrapper.run, wrapper.end
+    monkeypatch.setattr(wrapper, "run", lambda *args: (seen.append("layer"), run(*args))[1])
+    monkeypatch.setattr(wrapper, "end", lambda: (seen.append("end"), end())[1])
+    for start in (0, 9):
+        seen.clear()
+        twin.extend([1], [9], [start], 1, graphs=graphs)
+        assert seen == ["layer"] * LAYERS + ["end"]
+    twin.decode([1], 0, 2)
+    assert seen == ["layer"] * LAYERS + ["end"], "a decode step ends by itself"
+
+
 def test_a_pass_that_was_not_scheduled_is_an_error_in_graphs_too() -> None:
     twin = Twin(triton=False, tiers="BF16")
     twin.capture(4)

@@ -9,13 +9,14 @@ import math
 import random
 import socket
 import statistics
+import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from threading import Thread
+from threading import Lock, Thread
 from typing import ClassVar
 
 import pytest
 
-from benchmarks.serving import agents, trace
+from benchmarks.serving import agents, streams, trace
 from benchmarks.serving.client import BenchmarkError
 
 
@@ -28,8 +29,25 @@ class Played(BaseHTTPRequestHandler):
     missing = 0
     new = False
     error: ClassVar[dict[str, object]] = {}
+    status = 200
+    wait = 0.0
+    """Seconds before the first event, and half of them between two."""
+    under_way: ClassVar[list[int]] = []
+    """Requests under way whenever one begins."""
+    lock, busy = Lock(), 0
 
     def do_POST(self) -> None:
+        kind = type(self)
+        with self.lock:
+            kind.busy += 1
+            self.under_way.append(kind.busy)
+        try:
+            self.answer()
+        finally:
+            with self.lock:
+                kind.busy -= 1
+
+    def answer(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         ids, count = body["input_ids"], body["sampling_params"]["max_new_tokens"] - self.missing
         cached = max((len(x) for x in self.asked if ids[: len(x)] == x), default=0)
@@ -44,11 +62,16 @@ class Played(BaseHTTPRequestHandler):
             for before, n in zip([0, *upto], upto, strict=False)
         ]
         chunks += [self.error] if self.error else []
-        text = "".join(f"data: {json.dumps(x)}\n\n" for x in chunks) + "data: [DONE]\n\n"
-        self.send_response(200)
-        self.send_header("Content-Length", str(len(text)))
+        chunks = chunks if self.status == 200 else [self.error]
+        events = [f"data: {json.dumps(x)}\n\n".encode() for x in chunks] + [b"data: [DONE]\n\n"]
+        self.send_response(self.status)
+        self.send_header("Content-Length", str(sum(map(len, events))))
         self.end_headers()
-        self.wfile.write(text.encode())
+        for number, event in enumerate(events):
+            if number < len(chunks):
+                time.sleep(self.wait / 2 if number else self.wait)
+            self.wfile.write(event)
+            self.wfile.flush()
 
     def log_message(self, *_: object) -> None:
         pass
@@ -57,6 +80,7 @@ class Played(BaseHTTPRequestHandler):
 @pytest.fixture
 def url(monkeypatch):
     monkeypatch.setattr(Played, "asked", [])
+    monkeypatch.setattr(Played, "under_way", [])
     with ThreadingHTTPServer(("127.0.0.1", 0), Played) as httpd:
         Thread(target=httpd.serve_forever, daemon=True).start()
         yield f"http://127.0.0.1:{httpd.server_address[1]}"
@@ -64,6 +88,15 @@ def url(monkeypatch):
 
 
 LOAD = agents.Sessions("tools", sessions=3, at_once=1, shared=5, turns=2, new=2, reply=4)
+
+
+def test_times_are_those_of_tokens_and_turns_run_at_once(url, monkeypatch):
+    """Of tokens that come .2 s after the prompt, .1 and .1 s apart."""
+    monkeypatch.setattr(Played, "wait", 0.2)
+    load = agents.replace(LOAD, sessions=6, at_once=3, turns=1)
+    found = agents.Run(url, load, 100, 0).run()
+    assert 0.2 <= found["ttft_s"] <= found["ttft_p99_s"] < 0.35 and 0.08 < found["gap_s"] < 0.2
+    assert max(Played.under_way) == 3 and 0.8 <= found["seconds"] < 1.5, "two after each other, not six"
 
 
 @pytest.mark.parametrize("new", [False, True])
@@ -91,6 +124,50 @@ def test_what_a_stream_tells_of_an_error_is_one(url, monkeypatch):
     monkeypatch.setattr(Played, "error", {"error": {"message": "no room"}})
     with pytest.raises(BenchmarkError, match="no room"):
         agents.Run(url, LOAD, 100, 0).run()
+
+
+def test_what_a_server_refuses_is_told(url, monkeypatch):
+    monkeypatch.setattr(Played, "status", 400)
+    monkeypatch.setattr(Played, "error", {"error": {"message": "too long"}})
+    with pytest.raises(BenchmarkError, match=r"answered with 400: .*too long"):
+        agents.Run(url, LOAD, 100, 0).run()
+
+
+def test_one_turn_that_fails_ends_the_others(url, monkeypatch):
+    monkeypatch.setattr(Played, "missing", 1)
+    with pytest.raises(BenchmarkError, match="3 of 4 tokens"):
+        agents.Run(url, agents.replace(LOAD, at_once=2), 100, 0).run()
+    assert len(Played.asked) <= 3
+
+
+WHOLE = [{"output_ids": [7] * n, "meta_info": {"completion_tokens": n}} for n in range(5)]
+NEW = [{"output_ids": [7] * (n > 0), "meta_info": {"completion_tokens": n}} for n in range(5)]
+ERROR = {"error": {"message": "no room"}}
+
+
+@pytest.mark.parametrize("events", [WHOLE[1:], WHOLE, NEW[1:], NEW, WHOLE[4:], [*NEW[:3], *NEW[3:]]])
+def test_a_reply_is_all_that_a_stream_told(events):
+    told = streams.Told()
+    for event in events:
+        told.add(json.dumps(event).encode())
+    reply, meta = told.reply()
+    assert reply == [7] * 4 and meta["completion_tokens"] == 4
+
+
+@pytest.mark.parametrize("at", [0, 1, 2, 4])
+@pytest.mark.parametrize("events", [WHOLE[1:], NEW[1:]])
+def test_an_error_in_a_stream_stays(events, at):
+    told = streams.Told()
+    with pytest.raises(BenchmarkError, match="no room"):
+        for event in [*events[:at], ERROR, *events[at:]]:
+            told.add(json.dumps(event).encode())
+        told.reply()
+
+
+def test_what_is_no_json_is_an_error():
+    told = streams.Told()
+    with pytest.raises(BenchmarkError, match=r"a stream tells b'\{'"):
+        told.add(b"{")
 
 
 def test_a_server_that_is_gone_is_an_error():

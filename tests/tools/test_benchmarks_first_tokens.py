@@ -64,9 +64,14 @@ def servers(monkeypatch):
         httpd.server_close()
 
 
+def asked(servers, prompts, repeat, found=None):
+    found = {} if found is None else found
+    asyncio.run(first_tokens.asked_in_turns(servers, prompts, repeat, 100, 0, found))
+    return found
+
+
 def test_each_round_asks_all_with_one_prompt_and_begins_with_another(servers):
-    asked = first_tokens.asked_in_turns(servers, [(50, 0), (40, 30)], 4, 100, 0)
-    found = asyncio.run(asked)
+    found = asked(servers, [(50, 0), (40, 30)], 4)
     ports = [int(server.url.rsplit(":", 1)[1]) for server in servers.values()]
     rounds = [[*ports[n % 3 :], *ports[: n % 3]] for n in range(4)]
     flat = [port for turn in rounds for port in turn]
@@ -86,39 +91,88 @@ def test_each_round_asks_all_with_one_prompt_and_begins_with_another(servers):
 def test_a_prefix_that_is_not_cached_is_an_error(servers, monkeypatch):
     monkeypatch.setattr(Played, "forgets", True)
     with pytest.raises(BenchmarkError, match="a: 0 of 30 tokens were cached"):
-        asyncio.run(first_tokens.asked_in_turns(servers, [(40, 30)], 1, 100, 0))
+        asked(servers, [(40, 30)], 1)
 
 
-def test_the_report_names_what_failed(servers, monkeypatch, tmp_path, capsys):
+def test_what_was_cached_for_a_prompt_is_flushed_before_the_next(servers):
+    asked(servers, [(50, 0), (40, 0)], 1)
+    assert {len(known) for known in Played.known.values()} == {1}
+
+
+def test_a_server_that_dies_is_named_and_what_was_measured_stays(servers):
+    found: dict[str, list[dict]] = {}
+    url, answers = servers["b"].url, first_tokens.Client.answered
+
+    async def answered(self, prompt, wanted):
+        if len(prompt) == 40 and self._url.startswith(url):
+            raise BenchmarkError("a turn ended with ClientPayloadError")
+        return await answers(self, prompt, wanted)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(first_tokens.Client, "answered", answered)
+        with pytest.raises(BenchmarkError, match="b: a turn ended with ClientPayloadError"):
+            asked(servers, [(50, 0), (40, 0)], 1, found)
+    assert {name: len(records) for name, records in found.items()} == {"a": 1, "b": 1, "c": 1}
+
+
+@pytest.fixture
+def reported(servers, monkeypatch, tmp_path):
+    """Runs the command over servers that start or raise; what it wrote, and what it did meanwhile."""
+
+    def run(starts, *more):
+        given, did = [], []
+        for result in starts:
+            start: Future = Future()
+            if isinstance(result, Exception):
+                start.set_exception(result)
+            else:
+                start.set_result((servers[result], {"cache_gib": 8.0}))
+            given.append(start)
+
+        @contextmanager
+        def all_running(*_):
+            yield given
+
+        monkeypatch.setattr(first_tokens, "all_running", all_running)
+        monkeypatch.setattr(first_tokens, "warm_up", lambda *_: did.append("warm"))
+        monkeypatch.setattr(first_tokens.time, "sleep", lambda seconds: did.append(seconds))
+        setup = SimpleNamespace(seed=0, shape=SimpleNamespace(vocab=100))
+        monkeypatch.setattr(first_tokens, "prepare", lambda *_: setup)
+        options = ["--prompts", "40:30", "--repeat", "2", "--settle", "7", "--name", "x", "--output", str(tmp_path)]
+        status = first_tokens.main([*options, "--backends", "fa3:bf16", "fa3:fp8_e4m3", *more])
+        report = json.loads((tmp_path / "x.json").read_text(encoding="utf-8"))
+        return status, report, (tmp_path / "x.md").read_text(encoding="utf-8"), did
+
+    return run
+
+
+def test_servers_are_warm_and_rest_before_they_are_asked(reported):
+    status, report, text, did = reported(["a", "b"])
+    assert status == 0 and [*report["found"]] == ["fa3 bf16", "fa3 fp8_e4m3"] and did == ["warm", "warm", 7.0]
+    assert "| 40, 30 cached |" in text and "failed" not in text
+
+
+def test_the_report_names_what_failed(reported):
     """A server that does not start; the others are asked, and the status tells."""
-    given: list[Future] = []
-    for server in (servers["a"], None):
-        start: Future = Future()
-        if server is None:
-            start.set_exception(ServerError("no memory"))
-        else:
-            start.set_result((server, {"cache_gib": 8.0}))
-        given.append(start)
-
-    @contextmanager
-    def all_running(*_):
-        yield given
-
-    monkeypatch.setattr(first_tokens, "all_running", all_running)
-    monkeypatch.setattr(first_tokens, "warm_up", lambda *_: None)
-    monkeypatch.setattr(first_tokens, "prepare", lambda *_: SimpleNamespace(seed=0, shape=SimpleNamespace(vocab=100)))
-    status = first_tokens.main(
-        ["--prompts", "40:30", "--repeat", "2", "--settle", "0", "--backends", "fa3:bf16", "fa3:fp8_e4m3", "--name",
-         "x", "--output", str(tmp_path)]
-    )  # fmt: skip
-    report = json.loads((tmp_path / "x.json").read_text(encoding="utf-8"))
-    text = (tmp_path / "x.md").read_text(encoding="utf-8")
+    status, report, text, _ = reported(["a", ServerError("no memory")])
     assert status == 1 and report["failed"] == {"fa3 fp8_e4m3": "no memory"} and [*report["found"]] == ["fa3 bf16"]
     assert "| 40, 30 cached |" in text and "fa3 fp8_e4m3 failed: no memory" in text
-    assert "fa3 fp8_e4m3 failed: no memory" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("wrong", [["--repeat", "0"], ["--prompts", "10:10"]])
+def test_where_none_starts_the_report_says_why(reported):
+    status, report, text, did = reported([ServerError("no memory"), ServerError("no model")])
+    assert status == 1 and not report["found"] and not did
+    assert "fa3 bf16 failed: no memory" in text and "fa3 fp8_e4m3 failed: no model" in text
+
+
+def test_where_asking_fails_the_report_says_why(reported, monkeypatch):
+    monkeypatch.setattr(Played, "forgets", True)
+    status, report, text, _ = reported(["a", "b"])
+    assert status == 1 and report["failed"] == {"asking": "fa3 bf16: 0 of 30 tokens were cached"}
+    assert "asking failed" in text
+
+
+@pytest.mark.parametrize("wrong", [["--repeat", "0"], ["--prompts", "10:10"], ["--settle", "-1"]])
 def test_what_cannot_be_asked_is_refused(wrong, capsys):
     with pytest.raises(SystemExit):
         first_tokens.parse_args(["--backends", "fa3:bf16", *wrong])
