@@ -144,7 +144,7 @@ def same_up_to_a_tie(tokens: list[int], expected: dict[str, Any]) -> None:
     assert len(tokens) == len(wanted)
     for token, other, (first, second) in zip(tokens, wanted, expected["meta_info"]["output_top_logprobs"], strict=True):
         if token != other:
-            assert first[0] - second[0] < ROUNDING and token == second[1], (token, other, first, second)
+            assert first[0] - second[0] < ROUNDING and token in (first[1], second[1]), (token, other, first, second)
             return
 
 

@@ -30,7 +30,7 @@ from tests.servers.hybrid_models import (
     foreseeing,
     load,
 )
-from tests.servers.identity import check_tokens, first_difference
+from tests.servers.identity import check_tokens, first_difference, rounds_alike
 from tests.servers.shared import SharedServer, check_idle, stats_of, tokens
 
 pytestmark = pytest.mark.server
@@ -87,14 +87,16 @@ def test_lossless_gives_the_tokens_of_transformers(
         behind = [x.cached_tokens for x in found]
         assert not any(behind[:3]) and behind[5] and all(x in of for x, of in zip(behind[3:], ends, strict=False))
     network = AutoModelForCausalLM.from_pretrained(hybrid.model, dtype=torch.bfloat16).eval()
-    best = equal = 0
+    best = count = 0
     for prompt, record in zip(asked, found, strict=True):
         with torch.no_grad():
             logits = network(torch.tensor([prompt + record.output_ids])).logits[0, len(prompt) - 1 : -1].float()
         chosen = logits.gather(1, torch.tensor(record.output_ids)[:, None])[:, 0]
         best += int((logits.max(1).values - chosen <= 0.25).sum())
-        equal += len(record.output_ids)
-    assert best == equal == (54 if drafts else 30), (
+        count += len(record.output_ids)
+    assert count == (54 if drafts else 30)
+    # Rounding may choose another expert for a token, after which its logits are others; a wrong state changes all.
+    assert count - best <= (0 if rounds_alike() else count // 15), (
         "tokens that are not the likeliest, within rounding, after the same tokens"
     )
     assert f"{PAGED} of 4 layers have keys and values" in server.log_text()

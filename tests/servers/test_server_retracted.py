@@ -22,7 +22,7 @@ from sglang_diffkv.evaluate.server import Server
 from sglang_diffkv.srt.models.speculation import CHAIN
 from tests.servers.events import Events
 from tests.servers.hybrid_models import KINDS
-from tests.servers.identity import check_tokens
+from tests.servers.identity import check_tokens, rounds_alike
 from tests.servers.shared import SHALLOW, STRICT, SharedServer, check_idle, stats_of, tokens
 
 pytestmark = pytest.mark.server
@@ -91,7 +91,7 @@ def test_a_model_s_states_come_back(
     roomy = hybrid.serve(server_of, (*STATES, "--max-total-tokens", "6000", *args), LOSSLESS)
     expected = [client.ask(roomy.url, prompt, 120, top_logprobs=2) for prompt in TURNS]
     server = hybrid.serve(server_of, (*STATES, "--max-total-tokens", "360", *TIGHT[2:], *args), LOSSLESS)
-    check_tokens(_answers(server), expected, "retracted", equal=1)
+    check_tokens(_answers(server), expected, "retracted", equal=1 if rounds_alike() else 0.5)
     counts = _check_balanced(server)
     assert counts["restored"] > 2 * counts["recomputed"] and not counts["no_host_memory"]
     assert _one_token_passes(server)
