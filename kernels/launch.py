@@ -4,7 +4,7 @@ Triton looks at every argument of a launch to find the variant of the kernel tha
 than the launch itself. Layers differ in a few tensors of the same form, so the variant of one is that of all.
 
 Of a tensor Triton's launcher asks for its address, and then the driver whether it is one. It takes an address as it is,
-so repeated launches pass addresses: half the time of a launch.
+so repeated launches pass addresses, which takes a third of their time off.
 """
 
 from __future__ import annotations
