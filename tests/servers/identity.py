@@ -8,9 +8,6 @@ choice either.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cache
-
-import torch
 
 from sglang_diffkv.evaluate.client import Record
 
@@ -19,21 +16,6 @@ UNDECIDED = 0.25
 
 EQUAL = 0.75
 """The share of replies that must not differ at all: rounding decides few of them."""
-
-
-@cache
-def rounds_alike() -> bool:
-    """Whether this processor rounds a row's products alike whatever rows are beside it. Most do; some with matrix units
-    do not, and there a reply alone and the same one in a batch may part where two tokens are about as likely."""
-    generator = torch.Generator().manual_seed(0)
-    for size in (64, 256, 512, 1024):
-        weight, rows = (torch.randn(n, size, generator=generator).bfloat16() for n in (size, 130))
-        together = torch.nn.functional.linear(rows, weight)
-        for count in (1, 4, 32):
-            parts = [torch.nn.functional.linear(x, weight) for x in rows.split(count)]
-            if not torch.equal(torch.cat(parts), together):
-                return False
-    return True
 
 
 def first_difference(a: Sequence[int], b: Sequence[int]) -> int | None:

@@ -30,7 +30,7 @@ from tests.servers.hybrid_models import (
     foreseeing,
     load,
 )
-from tests.servers.identity import check_tokens, first_difference, rounds_alike
+from tests.servers.identity import check_tokens, first_difference
 from tests.servers.shared import SharedServer, check_idle, stats_of, tokens
 
 pytestmark = pytest.mark.server
@@ -66,11 +66,13 @@ def _ask_stock(hybrid: Hybrid, shared_server: SharedServer) -> list[Record]:
     "drafts", [(), *(pytest.param(x, marks=drafts_run) for x in (NGRAMS, OWN_DRAFTS))], ids=["", "n-grams", "own"]
 )
 def test_lossless_gives_the_tokens_of_transformers(
-    drafts: tuple[str, ...], hybrid_of: Callable[[str], Hybrid], server_of: Callable[..., Server]
-) -> None:
+    drafts: tuple[str, ...], hybrid_of: Callable[[str], Hybrid], shared_server: SharedServer,
+    server_of: Callable[..., Server],
+) -> None:  # fmt: skip
     """Over chunks and in a batch, with all that SGLang and the placeholder's kernels do to states. Behind a chain of
     drafts they are those of the last that was accepted: most chains are rejected, some are right. With drafts of the
-    model's own there is a prefix cache too, and prompts go on from the states of others."""
+    model's own there is a prefix cache too, and prompts go on from the states of others. On some processors SGLang rounds
+    otherwise than transformers, so that another expert is chosen: there a token is stock's after the same tokens."""
     from transformers import AutoModelForCausalLM
 
     own = drafts == OWN_DRAFTS
@@ -87,19 +89,21 @@ def test_lossless_gives_the_tokens_of_transformers(
         behind = [x.cached_tokens for x in found]
         assert not any(behind[:3]) and behind[5] and all(x in of for x, of in zip(behind[3:], ends, strict=False))
     network = AutoModelForCausalLM.from_pretrained(hybrid.model, dtype=torch.bfloat16).eval()
-    best = count = 0
+    count, unlikely = 0, []
     for prompt, record in zip(asked, found, strict=True):
         with torch.no_grad():
             logits = network(torch.tensor([prompt + record.output_ids])).logits[0, len(prompt) - 1 : -1].float()
         chosen = logits.gather(1, torch.tensor(record.output_ids)[:, None])[:, 0]
-        best += int((logits.max(1).values - chosen <= 0.25).sum())
+        left = (logits.max(1).values - chosen > 0.25).nonzero()[:, 0].tolist()
+        unlikely += [prompt + record.output_ids[: at + 1] for at in left]
         count += len(record.output_ids)
     assert count == (54 if drafts else 30)
-    # Rounding may choose another expert for a token, after which its logits are others; a wrong state changes all.
-    assert count - best <= (0 if rounds_alike() else count // 15), (
-        "tokens that are not the likeliest, within rounding, after the same tokens"
-    )
     assert f"{PAGED} of 4 layers have keys and values" in server.log_text()
+    if unlikely:
+        said = [x + y.output_ids for x, y in zip(PROMPTS, _ask_stock(hybrid, shared_server), strict=True)]
+        assert all(any(x == whole[: len(x)] for whole in said) for x in unlikely), (
+            "tokens that are not the likeliest, within rounding, after the same tokens"
+        )
 
 
 @pytest.mark.full

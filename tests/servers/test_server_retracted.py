@@ -22,7 +22,7 @@ from sglang_diffkv.evaluate.server import Server
 from sglang_diffkv.srt.models.speculation import CHAIN
 from tests.servers.events import Events
 from tests.servers.hybrid_models import KINDS
-from tests.servers.identity import check_tokens, rounds_alike
+from tests.servers.identity import check_tokens
 from tests.servers.shared import SHALLOW, STRICT, SharedServer, check_idle, stats_of, tokens
 
 pytestmark = pytest.mark.server
@@ -86,12 +86,14 @@ def _answers(server: Server) -> list[list[int]]:
 def test_a_model_s_states_come_back(
     kind: str, args: tuple[str, ...], tmp_path: Path, server_of: Callable[..., Server]
 ) -> None:
-    """Under overlap scheduling the state is that behind a pass whose results are not out."""
+    """Under overlap scheduling the state is that behind a pass whose results are not out. Where rounding makes others of
+    replies that run together in a roomy pool too, half of them stay."""
     hybrid = KINDS[kind](tmp_path)
     roomy = hybrid.serve(server_of, (*STATES, "--max-total-tokens", "6000", *args), LOSSLESS)
     expected = [client.ask(roomy.url, prompt, 120, top_logprobs=2) for prompt in TURNS]
+    alike = _answers(roomy) == [x.output_ids for x in expected]
     server = hybrid.serve(server_of, (*STATES, "--max-total-tokens", "360", *TIGHT[2:], *args), LOSSLESS)
-    check_tokens(_answers(server), expected, "retracted", equal=1 if rounds_alike() else 0.5)
+    check_tokens(_answers(server), expected, "retracted", equal=1 if alike else 0.5)
     counts = _check_balanced(server)
     assert counts["restored"] > 2 * counts["recomputed"] and not counts["no_host_memory"]
     assert _one_token_passes(server)

@@ -91,12 +91,12 @@ LOAD = agents.Sessions("tools", sessions=3, at_once=1, shared=5, turns=2, new=2,
 
 
 def test_times_are_those_of_tokens_and_turns_run_at_once(url, monkeypatch):
-    """Of tokens that come .2 s after the prompt, .1 and .1 s apart."""
-    monkeypatch.setattr(Played, "wait", 0.2)
+    """Of tokens that come .6 s after the prompt, .3 and .3 s apart."""
+    monkeypatch.setattr(Played, "wait", 0.6)
     load = agents.replace(LOAD, sessions=6, at_once=3, turns=1)
     found = agents.Run(url, load, 100, 0).run()
-    assert 0.2 <= found["ttft_s"] <= found["ttft_p99_s"] < 0.35 and 0.08 < found["gap_s"] < 0.2
-    assert max(Played.under_way) == 3 and 0.8 <= found["seconds"] < 1.5, "two after each other, not six"
+    assert 0.6 <= found["ttft_s"] <= found["ttft_p99_s"] < 0.9 and 0.24 < found["gap_s"] < 0.5
+    assert max(Played.under_way) == 3 and 2.4 <= found["seconds"] < 4, "two after each other, not six"
 
 
 @pytest.mark.parametrize("new", [False, True])
@@ -145,7 +145,7 @@ NEW = [{"output_ids": [7] * (n > 0), "meta_info": {"completion_tokens": n}} for 
 ERROR = {"error": {"message": "no room"}}
 
 
-@pytest.mark.parametrize("events", [WHOLE[1:], WHOLE, NEW[1:], NEW, WHOLE[4:], [*NEW[:3], *NEW[3:]]])
+@pytest.mark.parametrize("events", [WHOLE[1:], WHOLE, NEW[1:], NEW, WHOLE[4:]])
 def test_a_reply_is_all_that_a_stream_told(events):
     told = streams.Told()
     for event in events:
