@@ -1,7 +1,7 @@
 """Streamed answers, many at once, by a client that takes little time for each token.
 
-One thread asks for all of them. A thread for each stream took 80 to 120 us for an event, with 128 of them more than a
-server takes for a token; so the client was measured. What a server tells is read when its stream has ended.
+One thread asks for all of them. A thread for each takes 76 us for an event of 48 streams, and 117 of 128, which is more
+than a server takes for a token: then the client is what is measured. Most events are read when their stream has ended.
 """
 
 from __future__ import annotations

@@ -71,8 +71,8 @@ def test_lossless_gives_the_tokens_of_transformers(
 ) -> None:  # fmt: skip
     """Over chunks and in a batch, with all that SGLang and the placeholder's kernels do to states. Behind a chain of
     drafts they are those of the last that was accepted: most chains are rejected, some are right. With drafts of the
-    model's own there is a prefix cache too, and prompts go on from the states of others. On some processors SGLang rounds
-    otherwise than transformers, so that another expert is chosen: there a token is stock's after the same tokens."""
+    model's own there is a prefix cache too, and prompts go on from the states of others. On some processors SGLang
+    rounds otherwise than transformers, so that another expert is chosen: there a token is what stock says."""
     from transformers import AutoModelForCausalLM
 
     own = drafts == OWN_DRAFTS

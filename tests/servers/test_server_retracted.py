@@ -86,7 +86,7 @@ def _answers(server: Server) -> list[list[int]]:
 def test_a_model_s_states_come_back(
     kind: str, args: tuple[str, ...], tmp_path: Path, server_of: Callable[..., Server]
 ) -> None:
-    """Under overlap scheduling the state is that behind a pass whose results are not out. Where rounding makes others of
+    """Under overlap scheduling the state is that behind a pass whose results are not out. Where rounding changes
     replies that run together in a roomy pool too, half of them stay."""
     hybrid = KINDS[kind](tmp_path)
     roomy = hybrid.serve(server_of, (*STATES, "--max-total-tokens", "6000", *args), LOSSLESS)
