@@ -47,9 +47,9 @@ def test_what_host_memory_has_goes_first_and_is_told_of(events: Events, server_o
     with ThreadPoolExecutor(3) as pool:
         running = pool.submit(ask, server, tokens(40, 3), 300)
         time.sleep(0.5)
-        second = pool.submit(ask, server, [*new, 1])
+        second = pool.submit(ask, server, [*new, 1], 60)  # so long that a client's delays cannot change their order
         time.sleep(0.2)
-        first = pool.submit(ask, server, [*kept, 1])
+        first = pool.submit(ask, server, [*kept, 1], 60)
         assert running.result()[0] < first.result()[0] < second.result()[0], "what would come back did not go first"
     assert first.result()[1] >= 140 and second.result()[1] == 0
     assert stats_of(server)["host_prefixes"]["hits"] == 1
