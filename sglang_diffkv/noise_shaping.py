@@ -8,6 +8,10 @@ the error counts as ``|T^-T q|^2 |T k|^2 / dim`` on average. With ``Q`` and ``K`
 keys, that is least where ``T^-T Q T^-1 = T K T`` (``balanced``). The loss then is ``(tr (K^1/2 Q K^1/2)^1/2)^2``
 instead of ``tr Q tr K``. For values the weights behind attention stand for queries. (SmoothQuant, Xiao et al., ICML
 2023, does so with a diagonal matrix for weights, FlatQuant, Sun et al., ICML 2025, with learnt ones.)
+
+A stored vector is codes times a scale, plus a zero point that all its numbers share. What they share costs no codes. So
+a reflection behind ``T`` turns the direction in which ``T k`` varies most to the one of equal numbers
+(``with_free_direction``).
 """
 
 from __future__ import annotations
@@ -31,6 +35,9 @@ MOST_BYTES = 1 << 31
 """Of a file."""
 MOST_STRETCH = 32.0
 """By which a matrix stretches one direction more than another, at most: each by up to its root, or by one over it."""
+FREE_STRETCH = 2.0
+"""By which a matrix makes the direction of the zero point longer than ``balanced`` does. The error of codes counts less
+there; much more would be lost to the rounding of products to bfloat16."""
 SLACK = 1e-3
 """For rounding, in what fitted matrices keep to."""
 SHRINKAGE = 0.01
@@ -73,10 +80,17 @@ class Moments:
         if len({tuple(y.shape for y in x) for x in self._found.values()}) != 1:
             raise ValueError("layers of one shape are needed")
         layers = sorted(self._found)
-        keys = torch.stack([balanced(*self._found[x][:2]) for x in layers]).float()
+        keys = torch.stack([fitted_to(*self._found[x][:2]) for x in layers]).float()
         if set(layers) - set(outputs):
             return NoiseShaping(keys)
-        return NoiseShaping(keys, torch.stack([balanced(outputs[x], self._found[x][2]) for x in layers]).float())
+        return NoiseShaping(keys, torch.stack([fitted_to(outputs[x], self._found[x][2]) for x in layers]).float())
+
+
+def fitted_to(reads: torch.Tensor, stored: torch.Tensor) -> torch.Tensor:
+    """What vectors are multiplied by, all but the Hadamard matrix: ``with_free_direction`` of ``balanced``. Arguments
+    and what is not finite: as there."""
+    found = balanced(reads, stored)
+    return with_free_direction(found, stored) if found.isfinite().all() else found
 
 
 def balanced(reads: torch.Tensor, stored: torch.Tensor) -> torch.Tensor:
@@ -102,6 +116,33 @@ def _balanced(reads: torch.Tensor, stored: torch.Tensor) -> torch.Tensor:
     most = math.log(MOST_STRETCH) / 2
     stretch = (stretch - stretch.mean(-1, keepdim=True)).clamp(-most, most)
     return (directions * stretch.exp().unsqueeze(-2)) @ directions.mT
+
+
+def with_free_direction(matrix: torch.Tensor, stored: torch.Tensor) -> torch.Tensor:
+    """``matrix`` with a reflection behind it. Once the Hadamard matrix has come behind that, the direction in which
+    stored vectors vary most has equal numbers, ``FREE_STRETCH`` times as large.
+
+    Args:
+        matrix: [..., dim, dim] float64, symmetric. stored: second moments, as of ``balanced``.
+    """
+    most = torch.linalg.eigh(matrix @ _shrunk(stored) @ matrix).eigenvectors[..., -1]
+    target = rotated(equal_numbers(matrix.shape[-1])).to(matrix.dtype)
+    away = most * torch.where((most * target).sum(-1, keepdim=True) > 0, -1.0, 1.0)  # so that the difference is large
+    stretch = (FREE_STRETCH - 1) * away.unsqueeze(-1) * away.unsqueeze(-2)
+    return (matrix + matrix @ stretch) @ reflection(away, target)
+
+
+def equal_numbers(dim: int) -> torch.Tensor:
+    """[dim] float32 of length 1."""
+    return torch.full((dim,), dim**-0.5)
+
+
+def reflection(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    """The symmetric orthogonal [..., dim, dim] that turns vectors ``one`` [..., dim] of length 1 into ``other``."""
+    apart = one - other
+    size = apart.square().sum(-1, keepdim=True).clamp(min=torch.finfo(apart.dtype).tiny)
+    half = (apart / size).unsqueeze(-1) * apart.unsqueeze(-2)
+    return torch.eye(one.shape[-1], dtype=one.dtype) - 2 * half
 
 
 def _of_size_1(moment: torch.Tensor) -> torch.Tensor:
@@ -130,8 +171,8 @@ def output_products(weight: torch.Tensor, kv_heads: int, dim: int) -> torch.Tens
 
 @dataclass(frozen=True)
 class NoiseShaping:
-    """Of all layers: keys [L, H, D, D] and values [L, H, Dv, Dv] float32 are multiplied by these symmetric matrices.
-    Without ``values`` those are left as they are."""
+    """Of all layers: keys [L, H, D, D] and values [L, H, Dv, Dv] float32 are multiplied by these matrices, as of
+    ``fitted_to``. Without ``values`` those are left as they are."""
 
     keys: torch.Tensor
     values: torch.Tensor | None = None
@@ -160,18 +201,23 @@ class NoiseShaping:
                 continue
             if not found.isfinite().all():
                 return "numbers that are not finite"
-            if ((found - found.mT).abs() > SLACK).any():
-                return "a matrix that is not symmetric"
-            sizes, most = torch.linalg.eigvalsh(found.double()), math.sqrt(MOST_STRETCH) * (1 + SLACK)
-            if (sizes > most).any() or (sizes < 1 / most).any():
-                return f"a matrix that makes a direction over {most:.2f} times as long, or as short"
+            squares, root = torch.linalg.eigvalsh(found.double() @ found.double().mT), math.sqrt(MOST_STRETCH)
+            least, most = 1 / root / (1 + SLACK), root * FREE_STRETCH * (1 + SLACK)
+            if (squares > most**2).any() or (squares < least**2).any():
+                return f"a matrix that makes a direction over {most:.2f} times as long, or under {least:.3f} times"
         return ""
 
 
 def _with_inverse(
     matrix: torch.Tensor, dtype: torch.dtype, device: torch.device | str, *, turned: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    rounded = (rotated(matrix) if turned else matrix).to(dtype)
+    """``matrix`` as ``fitted_to`` gives it, and what undoes it, with the Hadamard matrix behind it if ``turned``."""
+    if turned:
+        matrix = rotated(matrix)
+    else:  # equal numbers are made without it
+        equal = equal_numbers(matrix.shape[-1])
+        matrix = matrix @ reflection(rotated(equal), equal)
+    rounded = matrix.to(dtype)
     return rounded.to(device), torch.linalg.inv(rounded.double()).to(dtype).to(device)
 
 

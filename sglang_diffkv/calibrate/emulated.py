@@ -210,7 +210,7 @@ def judge(args: argparse.Namespace) -> tuple[Losses, Choice | None]:
     if any(config.prefill == IN_8_BITS for config in configs.values()):
         ways[FP8_FLASH] = Fp8(prompts_in_8_bits=True)
     for name, config in configs.items():
-        stored = stored_of(config, judge.means, judge.shaping)
+        stored = stored_of(config, judge.means, judge.shaping, judge.model.dtype)
         ways[name] = replace(stored, prompts_in_8_bits=config.prefill == IN_8_BITS)
     found = of_all(ways)
     return (found, None) if args.config else taken(found, judge, of_all)

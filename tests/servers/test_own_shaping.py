@@ -94,7 +94,7 @@ def test_the_first_start_fits_and_later_ones_read(
     assert len(passes) == 3 and len(list(folder.iterdir())) == 2, "another rank's are others"
 
 
-@pytest.mark.parametrize("kept", ["zeros", "factor", "lopsided", "singular"])
+@pytest.mark.parametrize("kept", ["zeros", "factor", "singular"])
 def test_damaged_matrices_are_fitted_again(
     kept: str, passes: list[int], folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -102,9 +102,7 @@ def test_damaged_matrices_are_fitted_again(
     shaping = own_shaping.find(server(), None)
     assert shaping is not None
     (file,), keys = folder.iterdir(), shaping.keys
-    bad = {"zeros": keys * 0, "factor": keys * 1e3, "lopsided": keys.clone(), "singular": keys.clone()}[kept]
-    if kept == "lopsided":
-        bad[..., 1, 0] += 0.5
+    bad = {"zeros": keys * 0, "factor": keys * 1e3, "singular": keys.clone()}[kept]
     bad[1, 0] = torch.ones(DIM, DIM) if kept == "singular" else bad[1, 0]
     write_noise_shaping(file, NoiseShaping(bad, shaping.values), {})
     again = own_shaping.find(server(), None)

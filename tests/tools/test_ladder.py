@@ -486,6 +486,24 @@ def test_the_tool_refuses_thresholds_of_another_model(
     assert "passage" not in found.err, "nothing is judged before"
 
 
+def test_the_tool_judges_shaped_noise_in_float32(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Matrices are of the dtype that the model computes in; without its rounding the losses are of codes alone."""
+    monkeypatch.setattr(emulated, "READ", 512)
+    text, output = tmp_path / "text.txt", tmp_path / "losses.json"
+    text.write_text(ladder.text_of(ladder.JUDGING), encoding="utf-8")
+    args = ["--model", str(NANO), "--text", str(text), "--n", "1", "--window-tokens", str(ladder.LEAST_TOKENS), "--float32"]
+    for name, more in (("plain", ""), ("shaped", ', "noise_shaping": "auto"'), ("fine", ', "noise_shaping": "auto"')):
+        args += ["--config", f'{name}={{"tiers": ["K{8 if name == "fine" else 4}V8"], "rotate": "both"{more}}}']
+    assert emulated.main([*args, "--output", str(output)]) == 0
+    ((rounding,),) = [json.loads(output.read_text())["rounded again"]]
+    plain, shaped, fine = (json.loads(output.read_text())[x][0] for x in ("plain", "shaped", "fine"))
+    for part in range(2):
+        assert rounding[part] < 0.1 * fine[part] < 0.1 * shaped[part] and 0 < shaped[part] < 2 * plain[part]
+    assert "shaped" in capsys.readouterr().out
+
+
 NO_LOSSES = (float("nan"), "nan", float("inf"), "inf", -1e-9, -1, 1e300, 10**400, None, "")
 """That no start writes."""
 

@@ -30,7 +30,7 @@ from sglang_diffkv.srt.startup.reading_pass import give_back, read_vectors
 
 logger = logging.getLogger(__name__)
 
-FORMAT = 1
+FORMAT = 2
 """Raised where matrices of an older package are not to be used."""
 
 
