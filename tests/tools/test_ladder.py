@@ -493,9 +493,11 @@ def test_the_tool_judges_shaped_noise_in_float32(
     monkeypatch.setattr(emulated, "READ", 512)
     text, output = tmp_path / "text.txt", tmp_path / "losses.json"
     text.write_text(ladder.text_of(ladder.JUDGING), encoding="utf-8")
-    args = ["--model", str(NANO), "--text", str(text), "--n", "1", "--window-tokens", str(ladder.LEAST_TOKENS), "--float32"]
-    for name, more in (("plain", ""), ("shaped", ', "noise_shaping": "auto"'), ("fine", ', "noise_shaping": "auto"')):
-        args += ["--config", f'{name}={{"tiers": ["K{8 if name == "fine" else 4}V8"], "rotate": "both"{more}}}']
+    args = ["--model", str(NANO), "--text", str(text), "--n", "1", "--float32"]
+    args += ["--window-tokens", str(ladder.LEAST_TOKENS)]
+    shaping = ', "noise_shaping": "auto"'
+    for name, bits, more in (("plain", 4, ""), ("shaped", 4, shaping), ("fine", 8, shaping)):
+        args += ["--config", f'{name}={{"tiers": ["K{bits}V8"], "rotate": "both"{more}}}']
     assert emulated.main([*args, "--output", str(output)]) == 0
     ((rounding,),) = [json.loads(output.read_text())["rounded again"]]
     plain, shaped, fine = (json.loads(output.read_text())[x][0] for x in ("plain", "shaped", "fine"))
