@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from sglang_diffkv import doctor
-from sglang_diffkv.calibrate import arguments, means, retrieval
+from sglang_diffkv.calibrate import arguments, means, retrieval, tiers
 from sglang_diffkv.calibrate.heads import cli as heads_cli
 from sglang_diffkv.calibrate.layers import cli as layers_cli
 from sglang_diffkv.calibrate.text import cli as text_cli
@@ -33,6 +33,7 @@ PARSERS: dict[str, tuple[Callable[[Any], Any], tuple[str, ...]]] = {
     "layers": (layers_cli.parse_args, (*TASK, "--keep", "0.5", "--output", "{folder}/x")),
     "means": (means.parse_args, (*READ, "--output", "{folder}/x")),
     "retrieval": (retrieval.parse_args, (*READ, "--output", "{folder}/x")),
+    "tiers": (tiers.parse_args, (*READ, "--output", "{folder}/x")),
 }
 
 
@@ -63,6 +64,8 @@ PARSERS: dict[str, tuple[Callable[[Any], Any], tuple[str, ...]]] = {
         ("layers", "--pool", ("0",), "a whole number from 1 to 63"),
         ("retrieval", "--sinks", ("-1",), "a whole number from 0"),
         ("means", "--tokens", ("0",), "a whole number from 1"),
+        ("tiers", "--fp8-share", ("0", "1.5", "nan"), "a number above 0"),
+        ("tiers", "--held-out", ("0",), "a whole number from 1"),
     ],
 )
 def test_numbers(
