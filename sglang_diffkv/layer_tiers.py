@@ -2,9 +2,11 @@
 
 Layers differ by two orders of magnitude in what they lose at equal bits, and losses of layers add up. A bit less makes
 the square of an error four times as large. So what a layer loses in any tier follows from two measurements: of few bits
-for keys alone, and of few bits for values alone. (Tao et al., "AsymKV: Enabling 1-Bit Quantization of KV Cache with
-Layer-Wise Asymmetric Quantization Configurations", 2024, and Li et al., "KVTuner: Sensitivity-Aware Layer-Wise
-Mixed-Precision KV Cache Quantization", ICML 2025, give layers bits of their own by other rules.)
+for keys alone, and of few bits for values alone.
+
+Others give layers bits of their own by other rules: Tao et al., "AsymKV: Enabling 1-Bit Quantization of KV Cache with
+Layer-Wise Asymmetric Quantization Configurations", 2024. Li et al., "KVTuner: Sensitivity-Aware Layer-Wise
+Mixed-Precision KV Cache Quantization", ICML 2025.
 """
 
 from __future__ import annotations
