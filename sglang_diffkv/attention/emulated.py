@@ -290,9 +290,13 @@ def attend(
     queries = stored.asked(query, layer).view(heads, -1, *query.shape[1:])  # [H, G, N, D]
     keys, values = stored.keys(key, layer), stored.values(value, layer)
     policy, least = stored.scored, tokens if stored.scored else span.cached
+    out = torch.empty(*queries.shape[:3], value.shape[2], device=key.device)
+    if stored is AS_COMPUTED:
+        for rows, logits in _logits(queries, keys.computed, scale, sight, slice(0, tokens)):
+            out[:, :, rows] = logits.softmax(-1) @ values.computed[:, None]
+        return out.flatten(0, 1).transpose(0, 1).to(query.dtype)
     received = torch.zeros(*queries.shape[:3], device=key.device)  # [H, G, N]
     ends = None if policy is None else evidence_ends(tokens, policy.window, span, key.device)
-    out = torch.empty(*queries.shape[:3], value.shape[2], device=key.device)
     of_replies = _Attended(queries, keys, values)
     of_prompts = of_replies.in_8_bits() if stored.prompts_in_8_bits else of_replies
     for attended, within in ((of_prompts, slice(0, min(span.prompt, least))), (of_replies, slice(span.prompt, least))):
