@@ -7,13 +7,15 @@ from pathlib import Path
 from typing import Any
 
 from sglang_diffkv.errors import ConfigError
-from sglang_diffkv.files import named
+from sglang_diffkv.files import missing_model, named
 
 
 def load_tokenizer(model: str | Path) -> Any:
     """The model's Hugging Face tokenizer. Raises ConfigError where there is none."""
     from transformers import AutoTokenizer
 
+    if missing := missing_model(str(model)):
+        raise ConfigError(missing)
     try:
         return AutoTokenizer.from_pretrained(str(model))
     except (OSError, ValueError) as error:

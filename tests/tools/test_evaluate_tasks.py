@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import lzma
 from pathlib import Path
@@ -302,6 +303,30 @@ def test_compressed_files_are_read(tmp_path):
         ("needle", {"input": "i", "outputs": []}, "at least one value"),
         ("shared", {"id": "1", "task": "t", "level": "easy", "prompt": "p", "answer": "a"}, "no question has a group"),
         ("needle", ["input"], "expected an object"),
+        (
+            "reference",
+            {"id": [], "task": "t", "level": "easy", "prompt": "p", "answer": "a"},
+            "'id' is no text or number",
+        ),
+        (
+            "reference",
+            {"id": "1", "task": "t", "level": "easy", "prompt": None, "answer": "a"},
+            "'prompt' is not text, but null",
+        ),
+        ("gsm8k", {"question": 5, "answer": "#### 5"}, "'question' is not text, but 5"),
+        ("math", {"problem": "p", "solution": {}}, "'solution' is not text, but {}"),
+        ("aime", {"problem": [1], "answer": 4}, r"'problem' is not text, but \[1\]"),
+        ("mmlu_pro", {"question": "q", "options": "ab", "answer": "A"}, "its choices are a list"),
+        (
+            "replies",
+            {"id": "1", "task": "t", "prompt_ids": "x", "reply_ids": [1, 2]},
+            "'prompt_ids' is no list of token ids",
+        ),
+        (
+            "replies",
+            {"id": "1", "task": "t", "prompt_ids": [1], "reply_ids": [1.5, 2]},
+            "'reply_ids' is no list of token",
+        ),
     ],
 )
 def test_unusable_files_are_refused_by_name(tmp_path, kind, record, message):
@@ -310,6 +335,26 @@ def test_unusable_files_are_refused_by_name(tmp_path, kind, record, message):
     with pytest.raises(TaskFileError, match=message) as error:
         load_task(f"{kind}={path}", Options())
     assert "file.jsonl" in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("file.jsonl", b"\xf9\xf8", "file.jsonl is no text in UTF-8"),
+        ("file.jsonl.xz", b"no archive", "file.jsonl.xz is damaged, or not compressed as its name says"),
+        ("file.jsonl.xz", lzma.compress(b"{}" * 99)[:-9], "file.jsonl.xz is damaged"),
+        ("file.jsonl.gz", b"no archive", "file.jsonl.gz is damaged, or not compressed as its name says"),
+        ("file.jsonl.gz", gzip.compress(b"{}" * 99)[:-9], "file.jsonl.gz is damaged"),
+        ("folder/file.jsonl", b"", "folder cannot be read: Is a directory"),
+    ],
+)
+def test_files_that_cannot_be_read_are_refused(tmp_path, tokenizer, name, content, message):
+    path = tmp_path / name
+    path.parent.mkdir(exist_ok=True)
+    path.write_bytes(content)
+    for kind in ("gsm8k", "wikitext"):
+        with pytest.raises(TaskFileError, match=message):
+            load_task(f"{kind}={path if path.parent == tmp_path else path.parent}", Options()).questions(tokenizer)
 
 
 @pytest.mark.parametrize(

@@ -25,7 +25,7 @@ def load(path: Path, options: Options) -> GenerationTask:
     for line, given in read_lines(path, ()):
         where = f"{path.name}, line {line}"
         record = {name.lower(): value for name, value in given.items()}
-        check_fields(record, ("problem", "answer"), where)
+        check_fields(record, ("problem", "answer"), where, ("problem",))
         answer = str(record["answer"]).strip()
         if not answer.isdecimal():
             raise TaskFileError(f"{where}: the answer {answer!r} is no number from 0 on")

@@ -52,6 +52,8 @@ def grade(text: str, answers: tuple[str, ...]) -> bool:
 
 
 def _example(name: str, task: str, question: str, choices: Sequence[str], answer: str, where: str) -> Example:
+    if not isinstance(question, str) or not isinstance(choices, list):
+        raise TaskFileError(f"{where}: the question is text, and its choices are a list")
     letters = ascii_uppercase[: len(choices)]
     if len(choices) < 2 or len(answer) != 1 or answer not in letters:
         raise TaskFileError(f"{where}: the answer is {answer!r} of {len(choices)} choices")

@@ -6,7 +6,9 @@ import gzip
 import hashlib
 import json
 import lzma
+import zlib
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
 
@@ -17,9 +19,19 @@ class TaskFileError(ValueError):
     """A task file cannot be used; the message names the file and what it lacks."""
 
 
-def open_text(path: Path) -> IO[str]:
-    """Open a UTF-8 file, which ``.xz`` or ``.gz`` at the end of its name says is compressed."""
-    return _OPENERS.get(path.suffix, open)(path, "rt", encoding="utf-8")
+@contextmanager
+def open_text(path: Path) -> Iterator[IO[str]]:
+    """A UTF-8 file, which ``.xz`` or ``.gz`` at the end of its name says is compressed. Raises TaskFileError where it
+    cannot be read."""
+    try:
+        with _OPENERS.get(path.suffix, open)(path, "rt", encoding="utf-8") as file:
+            yield file
+    except UnicodeDecodeError as error:
+        raise TaskFileError(f"{path.name} is no text in UTF-8: {error}") from None
+    except (EOFError, lzma.LZMAError, zlib.error, gzip.BadGzipFile) as error:
+        raise TaskFileError(f"{path.name} is damaged, or not compressed as its name says: {error}") from None
+    except OSError as error:
+        raise TaskFileError(f"{path} cannot be read: {error.strerror or error}") from None
 
 
 def stem(path: Path) -> str:
@@ -56,10 +68,13 @@ def line_files(path: Path) -> list[Path]:
     return found
 
 
-def read_lines(path: Path, required: tuple[str, ...]) -> Iterator[tuple[int, dict[str, Any]]]:
+def read_lines(
+    path: Path, required: tuple[str, ...], texts: tuple[str, ...] = ()
+) -> Iterator[tuple[int, dict[str, Any]]]:
     """Number, from 1, and object of each line of a JSON Lines file.
 
-    Raises TaskFileError for a line that is no JSON object or lacks one of the ``required`` fields.
+    Raises TaskFileError for a line that is no JSON object, lacks one of the ``required`` fields, or has something else
+    in one of the ``texts``.
     """
     with open_text(path) as lines:
         for number, line in enumerate(lines, 1):
@@ -69,7 +84,7 @@ def read_lines(path: Path, required: tuple[str, ...]) -> Iterator[tuple[int, dic
                 record = json.loads(line)
             except ValueError as error:
                 raise TaskFileError(f"{path.name}, line {number}: not valid JSON: {error}") from None
-            check_fields(record, required, f"{path.name}, line {number}")
+            check_fields(record, required, f"{path.name}, line {number}", texts)
             yield number, record
 
 
@@ -91,10 +106,13 @@ def read_records(path: Path, required: tuple[str, ...]) -> Iterator[tuple[str, d
         yield f"entry {number}", record
 
 
-def check_fields(record: Any, required: tuple[str, ...], where: str) -> None:
-    """Raise TaskFileError unless ``record`` is an object with all ``required`` fields."""
+def check_fields(record: Any, required: tuple[str, ...], where: str, texts: tuple[str, ...] = ()) -> None:
+    """Raise TaskFileError unless ``record`` is an object with all ``required`` fields, and text in ``texts``."""
     if not isinstance(record, dict):
         raise TaskFileError(f"{where}: expected an object, got {type(record).__name__}")
     missing = [name for name in required if name not in record]
     if missing:
         raise TaskFileError(f"{where}: no field {', '.join(map(repr, missing))}; there are {sorted(record)}")
+    for name in texts:
+        if not isinstance(record[name], str):
+            raise TaskFileError(f"{where}: the field {name!r} is not text, but {json.dumps(record[name])[:40]}")

@@ -69,7 +69,13 @@ def _question(name: str, task: str, prompt: list[int], reply: list[int], vocabul
 
 def load_replies(path: Path, options: Options) -> ForcedTask:
     """Prompts and replies by token ids, a fixed random sample of ``options.n``. Raises TaskFileError."""
-    lines = [x for _, x in read_lines(path, ("id", "task", "prompt_ids", "reply_ids")) if len(x["reply_ids"]) > 1]
+    lines = []
+    for number, line in read_lines(path, ("id", "task", "prompt_ids", "reply_ids"), ("id", "task")):
+        for name in ("prompt_ids", "reply_ids"):
+            if not isinstance(line[name], list) or not all(type(x) is int and x >= 0 for x in line[name]):
+                raise TaskFileError(f"{path.name}, line {number}: {name!r} is no list of token ids")
+        if len(line["reply_ids"]) > 1:
+            lines.append(line)
     if not lines:
         raise TaskFileError(f"{path.name}: no replies of two tokens or more")
     if len({x["id"] for x in lines}) < len(lines):

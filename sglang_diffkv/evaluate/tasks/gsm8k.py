@@ -43,7 +43,7 @@ def grade(text: str, answers: tuple[str, ...]) -> bool:
 def load(path: Path, options: Options) -> GenerationTask:
     """A fixed random sample of the file."""
     examples = []
-    for line, record in read_lines(path, ("question", "answer")):
+    for line, record in read_lines(path, *[("question", "answer")] * 2):
         value = final_number(record["answer"]) if MARK in record["answer"] else None
         if value is None:
             raise TaskFileError(f"{path.name}, line {line}: the answer does not end with {MARK} and a number")

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from sglang_diffkv.evaluate.tasks.files import TaskFileError, check_fields, json_files, read_lines
+from sglang_diffkv.evaluate.tasks.files import TaskFileError, check_fields, json_files, open_text, read_lines
 from sglang_diffkv.evaluate.tasks.generation import Example, GenerationTask, Options, build, sample
 
 PROMPT = "{problem}\nReason step by step and put the final answer within \\boxed{{}}."
@@ -70,12 +70,17 @@ def grade(text: str, answers: tuple[str, ...]) -> bool:
 
 def _records(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     if not path.is_dir():
-        yield from ((str(line), record) for line, record in read_lines(path, FIELDS))
+        yield from ((str(line), record) for line, record in read_lines(path, FIELDS, FIELDS))
         return
     for file in json_files(path):
         name = file.relative_to(path).with_suffix("").as_posix()
-        record = json.loads(file.read_text(encoding="utf-8"))
-        check_fields(record, FIELDS, name)
+        with open_text(file) as opened:
+            text = opened.read()
+        try:
+            record = json.loads(text)
+        except ValueError as error:
+            raise TaskFileError(f"{file.name}: not valid JSON: {error}") from None
+        check_fields(record, FIELDS, name, FIELDS)
         yield name, record
 
 

@@ -21,7 +21,7 @@ def grade(text: str, answers: tuple[str, ...]) -> bool:
 def load(path: Path, options: Options) -> GenerationTask:
     """A fixed random sample of the file."""
     examples = []
-    for line, record in read_lines(path, ("input", "outputs")):
+    for line, record in read_lines(path, ("input", "outputs"), ("input",)):
         outputs = record["outputs"]
         if not isinstance(outputs, list) or not outputs:
             raise TaskFileError(f"{path.name}, line {line}: 'outputs' must be a list of at least one value")

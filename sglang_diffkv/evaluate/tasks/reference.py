@@ -24,19 +24,15 @@ _MARK = "Answer:"
 
 
 def read(path: Path) -> list[Example]:
-    """All questions of a file."""
-    return [
-        Example(
-            x["id"],
-            x["task"],
-            x["prompt"],
-            (x["answer"],),
-            x["level"],
-            x.get("group"),
-            reply=x.get("reference", ""),
-        )
-        for _, x in read_lines(path, FIELDS)
-    ]
+    """All questions of a file. Raises TaskFileError."""
+    found = []
+    for line, x in read_lines(path, FIELDS, FIELDS[1:]):
+        for name in ("id", "group"):
+            if not isinstance(x.get(name), str | int | None):
+                raise TaskFileError(f"{path.name}, line {line}: the field {name!r} is no text or number")
+        reply = x.get("reference", "")
+        found.append(Example(x["id"], x["task"], x["prompt"], (x["answer"],), x["level"], x.get("group"), reply=reply))
+    return found
 
 
 def grade(text: str, answers: tuple[str, ...]) -> bool:

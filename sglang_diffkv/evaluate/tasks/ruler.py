@@ -39,7 +39,7 @@ def load(path: Path, options: Options) -> GenerationTask:
         task = task_of(file)
         family = task.partition("_")[0]
         score = any_found if family == "qa" else all_found
-        for line, record in read_lines(file, ("input", "outputs")):
+        for line, record in read_lines(file, ("input", "outputs"), ("input",)):
             outputs = record["outputs"]
             if not isinstance(outputs, list) or not outputs:
                 raise TaskFileError(f"{file.name}, line {line}: 'outputs' must be a list of at least one value")
