@@ -27,6 +27,7 @@ from sglang_diffkv import bounds
 from sglang_diffkv.access import access_of, add_access_arguments, server_url
 from sglang_diffkv.arguments import number, output_file
 from sglang_diffkv.extra import require
+from sglang_diffkv.files import named
 from sglang_diffkv.inspect import segment_file, terminal
 from sglang_diffkv.inspect.page import render
 from sglang_diffkv.inspect.serve import PageServer
@@ -77,17 +78,28 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parse_args(argv)
     if args.png:
         require("matplotlib")
+    if args.file is not None:
+        return _show_file(args.file)
     try:
-        if args.file is not None:
-            Console().print(segment_file.describe(segment_file.read(args.file)))
-            return 0
         ask = partial(read, args.url, access=args.access)
         if args.serve is not None:
             ask()
             return _serve(args.serve, ask)
         _write(args, ask())
-    except (InspectError, ObjectRefused, OSError) as error:
+    except (InspectError, OSError) as error:
         print(f"sglang_diffkv.inspect: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def _show_file(path: Path) -> int:
+    try:
+        Console().print(segment_file.describe(segment_file.read(path)))
+    except ObjectRefused as error:
+        print(f"sglang_diffkv.inspect: {named(path)} is no whole file of a prefix store: {error}", file=sys.stderr)
+        return 1
+    except OSError as error:
+        print(f"sglang_diffkv.inspect: {named(path)} cannot be read: {error.strerror or error}", file=sys.stderr)
         return 1
     return 0
 
@@ -115,7 +127,13 @@ def _write(args: argparse.Namespace, report: Report) -> None:
 
 def _serve(port: int, ask: Callable[[], Report]) -> int:
     """Until Ctrl-C."""
-    with PageServer(port, ask) as server:
+    try:
+        server = PageServer(port, ask)
+    except OSError as error:
+        why = error.strerror or error
+        print(f"sglang_diffkv.inspect: --serve {port}: {why}; name another port, or 0 for any", file=sys.stderr)
+        return 1
+    with server:
         print(server.url, flush=True)
         with suppress(KeyboardInterrupt):
             server.serve_forever()

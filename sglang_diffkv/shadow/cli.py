@@ -139,7 +139,12 @@ async def _serve(args: argparse.Namespace, sampler: Sampler) -> int:
 
     proxy = Proxy(args.url, sampler, args.share, args.access)
     figures = Figures(sampler, about(args, args.share), args.report_host)
-    await serve(proxy, figures, (args.host, args.port), (args.report_host, args.report_port), ready, until)
+    try:
+        await serve(proxy, figures, (args.host, args.port), (args.report_host, args.report_port), ready, until)
+    except OSError as error:
+        listens = "--host, --port, --report-host or --report-port"
+        print(f"sglang_diffkv.shadow: {error.strerror or error}; name another {listens}", file=sys.stderr)
+        return 1
     return 0
 
 

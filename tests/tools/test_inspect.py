@@ -282,6 +282,10 @@ def test_what_cannot_be_served_is_said_at_once(capsys):
                 cli.main(["--url", fake.url, "--serve", "0", *more])
         with pytest.raises(SystemExit):
             cli.main(["--url", fake.url, "--serve", "65536"])
+    with FakeServer(stats=STATS) as fake, socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        assert cli.main(["--url", fake.url, "--serve", str(port)]) == 1
+        assert f"--serve {port}: Address already in use; name another port" in capsys.readouterr().err
 
 
 def test_a_key_is_shown_to_the_server(monkeypatch, capsys):
@@ -292,3 +296,15 @@ def test_a_key_is_shown_to_the_server(monkeypatch, capsys):
         assert cli.main(["--url", fake.url]) == 0
         assert read(fake.url, access=Access("s3cret")).snapshot.tokens == 100
     assert "s3cret" not in "".join(capsys.readouterr())
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [(b"a log\n", "it does not begin as an object does"), (b"", "is no whole file"), (None, "cannot be read: No such")],
+)
+def test_a_file_that_is_no_segment_is_named(tmp_path, capsys, content, message):
+    path = tmp_path / "server.log"
+    if content is not None:
+        path.write_bytes(content)
+    assert cli.main([str(path)]) == 1
+    assert message in (told := capsys.readouterr().err) and f'"{path}"' in told

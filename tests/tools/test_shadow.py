@@ -512,7 +512,8 @@ def test_a_taken_port_and_a_file_without_a_request(tmp_path: Path, capsys: pytes
     with socket.create_server(("127.0.0.1", 0)) as taken:
         ports = ["--port", "0", "--report-port", str(taken.getsockname()[1])]
         assert cli.main(["--url", SERVER, "--reference", NOBODY, *ports]) == 1
-    assert "sglang_diffkv.shadow: " in capsys.readouterr().err
+    told = capsys.readouterr().err
+    assert told.startswith("sglang_diffkv.shadow: ") and ports[-1] in told and "name another --host" in told
     path = tmp_path / "requests.jsonl"
     path.write_bytes(b"x" * (MOST_BYTES * 2) + b"\n[1]\n")
     with FakeModel(counting) as server, FakeModel(counting) as reference:
