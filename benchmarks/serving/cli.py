@@ -98,6 +98,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--point-timeout", type=float, default=math.inf, help="seconds for one run of the client")
     parser.add_argument("--name", help="of the result files (default: serving_MODEL)")
     args = parser.parse_args(argv)
+    check_model(parser, args)
     args.loads = args.load or [parse_load("batch")]
     if args.repeat < 1:
         parser.error(f"--repeat {args.repeat}: at least 1")
@@ -114,6 +115,15 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
         if len(set(names)) < len(names) or not names:
             parser.error(f"name at least one {kind}, and each only once (given: {names})")
     return args
+
+
+def check_model(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
+    """End the command with the reason if --model names no model, or none that --tp-size ranks can share."""
+    if args.model:
+        try:
+            KVShape.of(args.model).of_rank(args.tp_size)
+        except (OSError, ValueError) as error:
+            parser.error(f"--model: {error}")
 
 
 def model_name(args: argparse.Namespace) -> str:

@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import math
 import random
 import statistics
 import sys
@@ -120,8 +121,8 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     args = parse(parser, argv)
     if args.repeat < 1:
         parser.error("--repeat must be at least 1")
-    if args.settle < 0:
-        parser.error("--settle must not be negative")
+    if not 0 <= args.settle < math.inf:
+        parser.error("--settle must be a number of seconds from 0")
     return args
 
 

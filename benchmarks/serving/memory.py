@@ -29,18 +29,22 @@ class KVShape:
 
     @classmethod
     def of(cls, model: str | Path) -> KVShape:
-        """Read from the model's ``config.json``. Raises ValueError for a folder without one."""
+        """Read from the model's ``config.json``. Raises ValueError for a folder without one, or without a model's."""
         path = Path(model) / "config.json"
         if not path.is_file():
             raise ValueError(f"{model} is not a model's folder: it has no config.json")
         config = json.loads(path.read_text(encoding="utf-8"))
-        found = ModelGeometry.of_config(config)
+        try:
+            found = ModelGeometry.of_config(config)
+            context, vocab = config["max_position_embeddings"], config["vocab_size"]
+        except KeyError as error:
+            raise ValueError(f"{path} has no {error.args[0]}") from None
         return cls(
             layers=found.layers,
             kv_heads=found.kv_heads,
             head_dim=found.head_dim,
-            context=config["max_position_embeddings"],
-            vocab=config["vocab_size"],
+            context=context,
+            vocab=vocab,
             q_heads=found.query_heads,
         )
 

@@ -172,8 +172,25 @@ def test_where_asking_fails_the_report_says_why(reported, monkeypatch):
     assert "asking failed" in text
 
 
-@pytest.mark.parametrize("wrong", [["--repeat", "0"], ["--prompts", "10:10"], ["--settle", "-1"]])
-def test_what_cannot_be_asked_is_refused(wrong, capsys):
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        (["--repeat", "0"], "--repeat must be at least 1"),
+        (["--prompts", "10:10"], "'10:10' is not LENGTH"),
+        (["--settle", "-1"], "--settle must be a number"),
+        (["--settle", "nan"], "--settle must be a number"),
+        (["--diffkv", "a={}", "--diffkv", 'a={"page_tokens": 16}'], "each only once"),
+        (["--model", "/no/such"], "--model: /no/such is not a model's folder: it has no config.json"),
+    ],
+)
+def test_what_cannot_be_asked_is_refused(wrong, message, capsys):
     with pytest.raises(SystemExit):
         first_tokens.parse_args(["--backends", "fa3:bf16", *wrong])
-    assert wrong[0] in capsys.readouterr().err
+    assert message in capsys.readouterr().err.splitlines()[-1], "the usage before it names all options"
+
+
+def test_a_folder_that_describes_no_model_is_refused(tmp_path, capsys):
+    (tmp_path / "config.json").write_text("{}", encoding="utf-8")
+    with pytest.raises(SystemExit):
+        first_tokens.parse_args(["--model", str(tmp_path)])
+    assert "config.json has no num_attention_heads" in capsys.readouterr().err
