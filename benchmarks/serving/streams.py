@@ -95,7 +95,7 @@ class Told:
         self._tokens = False
 
     def add(self, event: bytes) -> None:
-        """One more. Raises BenchmarkError for what is no JSON."""
+        """One more. Raises BenchmarkError for what cannot be read."""
         if self._whole is None:
             chunk = read(event)
             if self._tokens and "error" not in chunk:
@@ -118,11 +118,15 @@ class Told:
 
 
 def read(event: bytes) -> dict[str, Any]:
-    """Raises BenchmarkError for what is no JSON object."""
+    """Raises BenchmarkError for what is no JSON object, or tells neither tokens nor an error."""
     try:
         found = json.loads(event)
     except ValueError as error:
         raise BenchmarkError(f"a stream tells {event[:100]!r}: {error}") from error
     if not isinstance(found, dict):
         raise BenchmarkError(f"a stream tells {event[:100]!r}")
+    meta = found.get("meta_info")
+    counted = isinstance(meta, dict) and {"completion_tokens", "cached_tokens"} <= meta.keys()
+    if "error" not in found and not (counted and isinstance(found.get("output_ids"), list)):
+        raise BenchmarkError(f"a stream tells no tokens: {event[:100]!r}")
     return found

@@ -140,8 +140,8 @@ def test_one_turn_that_fails_ends_the_others(url, monkeypatch):
     assert len(Played.asked) <= 3
 
 
-WHOLE = [{"output_ids": [7] * n, "meta_info": {"completion_tokens": n}} for n in range(5)]
-NEW = [{"output_ids": [7] * (n > 0), "meta_info": {"completion_tokens": n}} for n in range(5)]
+WHOLE = [{"output_ids": [7] * n, "meta_info": {"completion_tokens": n, "cached_tokens": 0}} for n in range(5)]
+NEW = [{**whole, "output_ids": [7] * (n > 0)} for n, whole in enumerate(WHOLE)]
 ERROR = {"error": {"message": "no room"}}
 
 
@@ -168,6 +168,19 @@ def test_what_is_no_json_is_an_error():
     told = streams.Told()
     with pytest.raises(BenchmarkError, match=r"a stream tells b'\{'"):
         told.add(b"{")
+
+
+@pytest.mark.parametrize(
+    "event", [{"text": "a"}, {"output_ids": [7]}, {"output_ids": None, "meta_info": {}}, {**WHOLE[1], "meta_info": {}}]
+)
+@pytest.mark.parametrize("before", [[], WHOLE[1:2], WHOLE[1:4]])
+def test_events_without_tokens_are_an_error(before, event):
+    """Of another server, perhaps: a report names it, and other servers are asked on."""
+    told = streams.Told()
+    with pytest.raises(BenchmarkError, match="tells no tokens"):
+        for x in [*before, event]:
+            told.add(json.dumps(x).encode())
+        told.reply()
 
 
 def test_a_server_that_is_gone_is_an_error():
