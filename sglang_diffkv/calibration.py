@@ -545,10 +545,12 @@ def sources_of(config: DiffKVConfig, fields: Mapping[str, str]) -> dict[str, str
     return found
 
 
-def resolve(source: str | None, model_path: str | Path) -> tuple[DiffKVConfig, str]:
+def resolve(
+    source: str | None, model_path: str | Path, given_by: str = CONFIG_OPTION
+) -> tuple[DiffKVConfig, str]:  # fmt: skip
     """The configuration for a model, and where its thresholds come from, in words: as ``resolution``, which says more.
     What a server would warn of is logged."""
-    found = resolution(source, model_path)
+    found = resolution(source, model_path, given_by)
     if found.warning:
         logger.warning("%s", found.warning)
     return found.config, found.origin

@@ -294,13 +294,14 @@ class DiffKVConfig(Strict):
             raise ConfigError(f"diffkv cannot serve this model: {error}") from None
 
 
-def load_config(source: str | None = None) -> DiffKVConfig:
+def load_config(source: str | None = None, given_by: str = CONFIG_OPTION) -> DiffKVConfig:
     """Read a configuration from a preset's name, inline JSON or a file's path; by default from the environment.
+    ``given_by``: what the user gave it with, for messages.
 
     Raises ConfigError with one line a problem, each naming the field, and for calibrated thresholds, which only
     ``thresholds.resolve`` finds.
     """
-    config = read_config(source)
+    config = read_config(source, given_by)
     if config.chosen_at_start:
         raise ConfigError(
             f'"{config.thresholds}" is chosen by a server once its model is loaded; name another configuration'
@@ -321,8 +322,7 @@ def source_of(text: str, given_by: str) -> str:
 
 
 def read_config(source: str | None = None, given_by: str = CONFIG_OPTION) -> DiffKVConfig:
-    """As ``load_config``, but the configuration may ask for calibrated thresholds. ``given_by``: what the user gave it
-    with, for messages."""
+    """As ``load_config``, but the configuration may ask for calibrated thresholds."""
     text = source if source is not None else os.environ.get(CONFIG_ENV)
     if not text or not text.strip():
         return DiffKVConfig()

@@ -32,6 +32,7 @@ from sglang_diffkv.evaluate.endpoint import EvaluationError
 from sglang_diffkv.evaluate.prompts import load_tokenizer
 from sglang_diffkv.evaluate.report import markdown
 from sglang_diffkv.evaluate.tasks.files import TaskFileError
+from sglang_diffkv.files import quoted
 from sglang_diffkv.key_means import KeySums
 from sglang_diffkv.ladder import (
     LEAST_TOKENS,
@@ -120,8 +121,12 @@ def configurations(given: Sequence[str] | None) -> dict[str, DiffKVConfig]:
     """By name; the ladder if none is given. Raises ConfigError."""
     if not given:
         return rungs(DiffKVConfig())
-    parts = [x.partition("=") for x in given]
-    return {name: load_config(source if equals else name) for name, equals, source in parts}
+    found: dict[str, DiffKVConfig] = {}
+    for name, equals, source in (x.partition("=") for x in given):
+        if not name or name in found:
+            raise ConfigError(f"--config {quoted(name)}: each needs a name of its own, as in --config 'mine={{}}'")
+        found[name] = load_config(source if equals else name, f"--config {quoted(name)}")
+    return found
 
 
 class Judge:

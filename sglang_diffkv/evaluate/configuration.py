@@ -16,6 +16,7 @@ from sglang_diffkv.errors import ConfigError
 from sglang_diffkv.evaluate.endpoint import Endpoint, EvaluationError
 from sglang_diffkv.evaluate.report import version
 from sglang_diffkv.evaluate.server import Server, has_gpu, stock_backend
+from sglang_diffkv.files import quoted
 from sglang_diffkv.presets import PRESETS, preset_of
 
 STOCK, FP8 = "stock", "fp8"
@@ -114,7 +115,8 @@ def parse_configuration(spec: str, model: str | None = None) -> Configuration:
         raise ConfigError(f"expected {STOCK!r}, {FP8!r}, {presets} or NAME=JSON, got {spec!r}{written}")
     if name in (STOCK, FP8):
         raise ConfigError(f"{name!r} is stock SGLang; give the configuration {source!r} another name")
-    config, origin = (read_config(source), "") if model is None else resolve(source, model)
+    given_by = f"--config {quoted(name)}"
+    config, origin = (read_config(source, given_by), "") if model is None else resolve(source, model, given_by)
     if config.thresholds not in ("default", CHOSEN):
         load_config(source)  # which says that they are looked up for a model
     return Configuration(name, config, origin=origin)

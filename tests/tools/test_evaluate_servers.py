@@ -10,6 +10,7 @@ import pytest
 from benchmarks import splits
 from benchmarks.paths import NANO
 from benchmarks.quality import accuracy
+from sglang_diffkv.calibrate import emulated
 from sglang_diffkv.config import DiffKVConfig
 from sglang_diffkv.errors import ConfigError
 from sglang_diffkv.evaluate import cli, runner
@@ -67,6 +68,17 @@ def test_configurations_are_parsed(tmp_path):
     for spec in ("a", "stock={}", "a=", 'a={"tier": 1}', "="):
         with pytest.raises(ConfigError):
             parse_configuration(spec)
+
+
+@pytest.mark.parametrize("model", [None, str(NANO)])
+def test_of_several_configurations_the_wrong_one_is_named(model):
+    with pytest.raises(ConfigError, match=r'^--config "b" \(inline JSON\): unknown field "tires"'):
+        parse_configuration('b={"tires": 1}', model)
+    with pytest.raises(ConfigError, match=r'^--config "b" .*unknown field "tires"'):
+        emulated.configurations(["a={}", 'b={"tires": 1}'])
+    with pytest.raises(ConfigError, match='--config "a": each needs a name of its own'):
+        emulated.configurations(["a={}", "a=safe"])
+    assert [*emulated.configurations(["a={}", "safe"])] == ["a", "safe"]
 
 
 def test_server_command_lines(monkeypatch):
