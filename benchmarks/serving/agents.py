@@ -210,7 +210,13 @@ class Run:
 
 
 def _quantile(ordered: Sequence[float], share: float) -> float:
-    return ordered[int(share * (len(ordered) - 1))] if ordered else 0.0
+    """Between two of them where it lies there, so that of a few it is near the largest, and never below the median."""
+    if not ordered:
+        return 0.0
+    place = share * (len(ordered) - 1)
+    below = int(place)
+    above = min(below + 1, len(ordered) - 1)
+    return ordered[below] + (place - below) * (ordered[above] - ordered[below])
 
 
 def drawn(draw: random.Random, vocab: int, count: int) -> list[int]:

@@ -14,6 +14,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from threading import Lock, Thread
 from typing import ClassVar
 
+import numpy as np
 import pytest
 
 from benchmarks.serving import agents, streams, trace
@@ -214,6 +215,15 @@ def test_lengths_are_log_normal_where_they_are_drawn(url):
     assert 0 <= found["gap_s"] <= found["gap_p99_s"] < 1
     assert load.lengths(random.Random(0)) == load.lengths(random.Random(0))
     assert agents.LOADS["coding"].lengths(random.Random(0)) == (1000, 150)
+
+
+@pytest.mark.parametrize("turns", [0, 1, 2, 3, 10, 100, 192])
+def test_quantiles_of_few_turns_are_those_of_numpy(turns):
+    """Of two turns the 99th percentile was the shorter one, below the median."""
+    times = sorted(random.Random(turns).random() for _ in range(turns))
+    for share in (0.5, 0.99, 1.0):
+        expected = np.quantile(times, share) if times else 0.0
+        assert agents._quantile(times, share) == pytest.approx(expected)
 
 
 def test_the_table_has_a_row_for_each_load_and_server():
