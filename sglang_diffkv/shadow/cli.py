@@ -44,6 +44,8 @@ from sglang_diffkv.shadow.tally import Tally
 REFERENCE_KEY, REFERENCE_ENV = "--reference-api-key", "SGLANG_REFERENCE_API_KEY"
 THREADS = 4
 """Requests of a file that are judged at once."""
+ANSWERS_WITHIN = 5.0
+"""Seconds for a server to say that it is there, before clients are served without it."""
 
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -116,6 +118,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         if args.file is not None:
             return _judge_file(args, judge, tally)
+        for server in (judge.server, judge.reference):
+            if why := server.access.silence(server.url, min(args.timeout, ANSWERS_WITHIN)):
+                print(f"sglang_diffkv.shadow: {why}. Until it does, no request is judged", file=sys.stderr)
         sampler = Sampler(judge, tally, most=args.queue)
         return asyncio.run(_serve(args, sampler))
     except OSError as error:

@@ -571,3 +571,18 @@ def test_the_command_serves_until_it_is_told_to_end() -> None:
                 time.sleep(0.05)
             process.terminate()
             assert process.wait(20) == 0
+
+
+def test_the_command_says_who_does_not_answer(tmp_path: Path) -> None:
+    """And serves clients all the same: a reference may come later."""
+    ports, said = ["--port", "0", "--report-port", "0"], tmp_path / "said"
+    with FakeModel(counting) as server, said.open("w") as errors:
+        command = [sys.executable, "-m", "sglang_diffkv.shadow", "--url", server.url, "--reference", NOBODY, *ports]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True) as process:
+            assert process.stdout is not None
+            address = process.stdout.readline().split()[0]
+            assert requests.post(address + GENERATE, json=BODY, timeout=10).ok
+            process.terminate()
+            assert process.wait(20) == 0
+    assert f"{NOBODY} does not answer. Until it does, no request is judged" in said.read_text()
+    assert server.url not in said.read_text()
