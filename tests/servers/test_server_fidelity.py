@@ -13,7 +13,7 @@ import requests as http
 
 from benchmarks.paths import REPOSITORY
 from sglang_diffkv.evaluate.server import Server
-from tests.servers.shared import STRICT, stats_of, tokens
+from tests.servers.shared import STRICT, check_idle, stats_of, tokens
 
 pytestmark = pytest.mark.server
 
@@ -164,6 +164,15 @@ def test_what_cannot_be_is_an_error_of_its_request(params: Any, said: str, serve
     assert reply.status_code == 400 and said in message and "\n" not in message
     assert stats_of(server)["fidelity"]["refused"] == before + 1
     assert ask(server, PROMPTS[2], None, 3).ok
+
+
+def test_a_prompt_without_tokens_is_an_error_of_its_own(server_of: Callable[..., Server]) -> None:
+    """SGLang lets it come in one batch with others."""
+    server = server_of("diffkv", ARGS, config=MIXED, env=STRICT)
+    answer = server.post("/generate", {"input_ids": [PROMPTS[2], []], "sampling_params": {"max_new_tokens": 4}})
+    assert answer.status_code == 400 and "the prompt is empty" in answer.text
+    assert len(ask(server, PROMPTS[2]).json()["output_ids"]) == REPLY
+    check_idle(server)
 
 
 def test_the_openai_interfaces_take_it(server_of: Callable[..., Server]) -> None:

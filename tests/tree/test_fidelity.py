@@ -247,7 +247,7 @@ def test_a_request_is_looked_at_when_it_is_queued_first() -> None:
     assert not other.errors, "another backend's request"
 
 
-@pytest.mark.parametrize(("ids", "wrong"), [([0, 7], None), ([], None), ([3, 8, 9], 8), ([7, -1], -1)])
+@pytest.mark.parametrize(("ids", "wrong"), [([0, 7], None), ([3, 8, 9], 8), ([7, -1], -1)])
 def test_a_token_that_the_model_has_not_ends_its_request(ids: list[int], wrong: int | None) -> None:
     world = World(400, exact=False)
     scheduler = SimpleNamespace(token_to_kv_pool_allocator=world.allocator)
@@ -261,7 +261,30 @@ def test_a_token_that_the_model_has_not_ends_its_request(ids: list[int], wrong: 
     expected = f"input_ids has {wrong}, which is no token of this model: its tokens are 0 to 7"
     assert errors() == [expected] * (wrong is not None)
     assert not errors(multimodal_inputs=object()), "numbers of SGLang's own stand for images"
-    assert not errors(lora_id="adds tokens") and not errors(input_embeds=[[0.0]])
+    assert errors(lora_id="an adapter") == errors() and not errors(input_embeds=[[0.0]])
+
+
+@pytest.mark.parametrize("more", [{}, {"lora_id": "an adapter"}, {"input_embeds": []}])
+def test_a_prompt_without_tokens_ends_its_request(more: dict[str, Any]) -> None:
+    """SGLang refuses an empty prompt that comes alone, and lets one in among others of a batch through."""
+    world = World(400, exact=False)
+    scheduler = SimpleNamespace(token_to_kv_pool_allocator=world.allocator)
+    req = asked(**{"vocab_size": 8, "multimodal_inputs": None, "input_embeds": None, "lora_id": None, **more})
+    req.origin_input_ids = array("q")
+    add_request_to_queue(lambda *_: None, scheduler, req)
+    assert req.errors == ["the prompt is empty: it needs one token at least"]
+
+
+def test_embeddings_that_are_none_end_their_request_alone() -> None:
+    """SGLang passes on whatever a client names so. It meets it where it prepares the batch, with others in it."""
+    scheduler = SimpleNamespace(token_to_kv_pool_allocator=World(400, exact=False).allocator)
+    common = {"vocab_size": 8, "multimodal_inputs": None, "input_embeds": None, "lora_id": None}
+    wrong = asked(positional_embed_overrides=object(), **common)
+    right = asked(positional_embed_overrides=SimpleNamespace(positions=[1]), **common)
+    for req in (wrong, right):
+        add_request_to_queue(lambda *_: None, scheduler, req)
+    assert len(wrong.errors) == 1 and wrong.positional_embed_overrides is None
+    assert not right.errors and right.positional_embed_overrides is not None
 
 
 def test_no_client_can_name_the_namespace() -> None:

@@ -198,18 +198,32 @@ def own_window(req: Any) -> int | None:
     return getattr(req, "diffkv_window", None)
 
 
-def unknown_token(req: Any) -> str:
-    """Says that a prompt has a token that is not of the model's vocabulary; empty if it has none. Not looked at are
-    prompts with images, in whose place SGLang has numbers of its own, of embeddings, and for LoRA adapters, which may
-    add tokens."""
+def prompt_problem(req: Any) -> str:
+    """Why a prompt cannot be computed; empty if it can. It may have no token, as SGLang lets it come among others of a
+    batch; embeddings in no form of SGLang's; or a token that is not of the model's vocabulary. Images, in whose place
+    SGLang has numbers of its own, and embeddings have other tokens. LoRA adapters have not: SGLang loads none that
+    adds some."""
+    if not len(req.origin_input_ids):
+        return "the prompt is empty: it needs one token at least"
+    overrides = getattr(req, "positional_embed_overrides", None)
+    if overrides is not None and not hasattr(overrides, "positions"):
+        return "positional_embed_overrides is no field of a request over HTTP"
     size = getattr(req, "vocab_size", None)
-    if size is None or req.multimodal_inputs is not None or req.input_embeds is not None or req.lora_id is not None:
+    if size is None or req.multimodal_inputs is not None or req.input_embeds is not None:
         return ""
     ids = np.asarray(req.origin_input_ids)
     outside = (ids < 0) | (ids >= size)
     if not outside.any():
         return ""
     return f"input_ids has {ids[outside][0]}, which is no token of this model: its tokens are 0 to {size - 1}"
+
+
+def end_with_error(req: Any, problem: str) -> None:
+    """The request ends with an error before it is queued. SGLang computes one token of it all the same, so what the
+    error may be about is taken off."""
+    if getattr(req, "positional_embed_overrides", None) is not None:
+        req.positional_embed_overrides = None
+    req.set_finish_with_abort(problem)
 
 
 def grows_whole(req: Any) -> bool:
