@@ -275,6 +275,28 @@ def test_a_prompt_without_tokens_ends_its_request(more: dict[str, Any]) -> None:
     assert req.errors == ["the prompt is empty: it needs one token at least"]
 
 
+LOGPROBS = {"return_logprob": True, "logprob_start_len": 3, "vocab_size": 8, "multimodal_inputs": None}
+
+
+@pytest.mark.parametrize(
+    ("most", "start", "top", "of", "said"),
+    [
+        (20, 3, 8, [0, 7], ""), (None, -1, 0, None, ""), (20, 3, None, [], ""),
+        (object(), 3, 0, None, "max_new_tokens is no whole number"),
+        (20, 3, 9, None, "top_logprobs_num is 9: this model has 8 tokens"),
+        (20, 3, 0, [8], "token_ids_logprob has what is no token"),
+    ],
+)  # fmt: skip
+def test_numbers_that_nothing_else_looks_at(most: Any, start: int, top: Any, of: Any, said: str) -> None:
+    scheduler = SimpleNamespace(token_to_kv_pool_allocator=World(400, exact=False).allocator)
+    logprob = SimpleNamespace(top_logprobs_num=top, token_ids_logprob=of)
+    req = asked(**{**LOGPROBS, "logprob_start_len": start}, input_embeds=None, logprob=logprob)
+    req.sampling_params.max_new_tokens = most
+    add_request_to_queue(lambda *_: None, scheduler, req)
+    assert len(req.errors) == bool(said) and all(x.startswith(said) for x in req.errors)
+    assert not said or req.sampling_params.max_new_tokens == 1, "SGLang computes it nevertheless"
+
+
 def test_embeddings_that_are_none_end_their_request_alone() -> None:
     """SGLang passes on whatever a client names so. It meets it where it prepares the batch, with others in it."""
     scheduler = SimpleNamespace(token_to_kv_pool_allocator=World(400, exact=False).allocator)

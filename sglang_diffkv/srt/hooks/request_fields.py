@@ -10,12 +10,12 @@ from sglang_diffkv.srt.versions import compat
 
 
 def add_request_to_queue(original: Any, self: Any, req: Any, *args: Any, **kwargs: Any) -> Any:
-    """A request is queued, for the first time or again. One that asks for what there is not, has no token, or one that
-    the model has not, ends with an error, as SGLang ends those with impossible parameters. One that keeps all its
-    tokens, or has a window of its own, finds prompts of its like only."""
+    """A request is queued, for the first time or again. One that asks for what there is not, or has what cannot be
+    computed, ends with an error, as SGLang ends those with impossible parameters. One that keeps all its tokens, or
+    has a window of its own, finds prompts of its like only."""
     requests = requests_of(self)
     if requests is not None and not hasattr(req, "diffkv_keeps_high"):
-        if problem := compat.prompt_problem(req) or requests.fidelity.take(req):
+        if problem := compat.prompt_problem(req) or compat.number_problem(req) or requests.fidelity.take(req):
             compat.end_with_error(req, problem)
         elif compat.keeps_high(req):
             req.extra_key = HighSpace(req.extra_key)

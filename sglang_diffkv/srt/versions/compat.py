@@ -218,11 +218,32 @@ def prompt_problem(req: Any) -> str:
     return f"input_ids has {ids[outside][0]}, which is no token of this model: its tokens are 0 to {size - 1}"
 
 
+def number_problem(req: Any) -> str:
+    """Which number of a request SGLang does not look at before it computes with it, and cannot; empty if there is
+    none."""
+    most = req.sampling_params.max_new_tokens
+    if not isinstance(most, int | None):
+        return "max_new_tokens is no whole number"
+    if not getattr(req, "return_logprob", False):
+        return ""
+    asked, size = req.logprob, getattr(req, "vocab_size", None)
+    if req.logprob_start_len < -1:
+        return f"logprob_start_len is {req.logprob_start_len}: it is a position, or -1 for none of the prompt"
+    if size is None:
+        return ""
+    if not 0 <= (asked.top_logprobs_num or 0) <= size:
+        return f"top_logprobs_num is {asked.top_logprobs_num}: this model has {size} tokens"
+    if any(not 0 <= token < size for token in asked.token_ids_logprob or ()):
+        return f"token_ids_logprob has what is no token of this model: its tokens are 0 to {size - 1}"
+    return ""
+
+
 def end_with_error(req: Any, problem: str) -> None:
     """The request ends with an error before it is queued. SGLang computes one token of it all the same, so what the
     error may be about is taken off."""
     if getattr(req, "positional_embed_overrides", None) is not None:
         req.positional_embed_overrides = None
+    req.sampling_params.max_new_tokens = 1
     req.set_finish_with_abort(problem)
 
 
