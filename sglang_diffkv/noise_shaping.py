@@ -90,7 +90,12 @@ def fitted_to(reads: torch.Tensor, stored: torch.Tensor) -> torch.Tensor:
     """What vectors are multiplied by, all but the Hadamard matrix: ``with_free_direction`` of ``balanced``. Arguments
     and what is not finite: as there."""
     found = balanced(reads, stored)
-    return with_free_direction(found, stored) if found.isfinite().all() else found
+    if not found.isfinite().all():
+        return found
+    try:
+        return with_free_direction(found, stored)
+    except torch.linalg.LinAlgError:
+        return torch.full_like(found, float("nan"))
 
 
 def balanced(reads: torch.Tensor, stored: torch.Tensor) -> torch.Tensor:

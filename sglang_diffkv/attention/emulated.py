@@ -114,6 +114,12 @@ class Stored:
         return self.policy if len(self.tiers) > 1 and isinstance(self.policy, DiffKVPolicy) else None
 
     @property
+    def rounds_nothing(self) -> bool:
+        """Whether all tokens attend as computed, in prompts and replies alike."""
+        exact = all(tier.is_raw for tier in self.tiers) and type(self) is Stored and not self.prompts_in_8_bits
+        return exact and self.rotation == NO_ROTATION and self.means is None and self.fitted == NOT_FITTED
+
+    @property
     def choosing(self) -> tuple[bool, bool]:
         """Whether codes of keys, and of values, that go down choose their range."""
         return (self.rotation.keys, self.rotation.values) if self.turned is None else self.turned
@@ -291,7 +297,7 @@ def attend(
     keys, values = stored.keys(key, layer), stored.values(value, layer)
     policy, least = stored.scored, tokens if stored.scored else span.cached
     out = torch.empty(*queries.shape[:3], value.shape[2], device=key.device)
-    if stored is AS_COMPUTED:
+    if stored.rounds_nothing:
         for rows, logits in _logits(queries, keys.computed, scale, sight, slice(0, tokens)):
             out[:, :, rows] = logits.softmax(-1) @ values.computed[:, None]
         return out.flatten(0, 1).transpose(0, 1).to(query.dtype)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -108,6 +109,8 @@ class Calibration:
         self.judge = Judge(args.model, args.tokenizer, float32=True)
         text = self.judge.model.config.get_text_config()
         self.head_dim = int(getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads)
+        for tier in args.low:  # before the reading, which takes long
+            self.config({"tiers": [args.high.name, tier.name]}).page_format(self.head_dim, self.head_dim, args.context)
         kinds = getattr(text, "layer_types", None) or [ATTENDS] * self.judge.layers
         if others := set(kinds) - {ATTENDS, SLIDES}:
             raise EvaluationError(f"{args.model} has layers of {', '.join(sorted(others))}, which are not emulated")
@@ -142,6 +145,8 @@ class Calibration:
             ways |= {f"{tier.name} {x}": replace(stored, only=frozenset([x])) for x in range(self.judge.layers)}
         found = self.losses(self.fit, ways, "each layer alone")
         lost = {name: means(x) for name, x in found.items()}
+        if not all(math.isfinite(x) for parts in lost.values() for x in parts):
+            raise EvaluationError(f"{self.args.model} gives numbers that are not finite, in float32")
         each = (LayerLoss(*(lost[f"{tier.name} {x}"] for tier in (KEYS, VALUES))) for x in range(self.judge.layers))
         return list(each), lost[FP8]
 
@@ -165,7 +170,7 @@ def choose(calibration: Calibration) -> tuple[Given, Parts, Parts]:
         lost = means(calibration.losses(calibration.fit, {CHOSEN: stored}, "all together")[CHOSEN])
         if all(x <= y for x, y in zip(lost, most)):
             return given, lost, fp8
-        less = SPARE * min(y / x for x, y in zip(lost, most))
+        less = SPARE * min(y / x for x, y in zip(lost, most) if x > y)
         limit = (limit[0] * less, limit[1] * less)
     raise EvaluationError(
         f"no tiers of --low were found that lose at most {args.fp8_share:g} of FP8's loss: name some with more bits"

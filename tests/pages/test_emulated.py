@@ -161,6 +161,18 @@ def test_nothing_is_rounded_as_computed(sight: Sight) -> None:
     torch.testing.assert_close(emulated(AS_COMPUTED, sight=sight), expected, rtol=0.02, atol=0.02)
 
 
+@pytest.mark.parametrize("sight", [ALL, Sight(window=40), Sight(softcap=4.0)])
+def test_a_lossless_configuration_loses_exactly_nothing(sight: Sight) -> None:
+    """By another order of sums it would: what bfloat16 makes of that grows from layer to layer."""
+    random = torch.Generator().manual_seed(1)
+    query, key, value = (torch.randn(x * HEADS, 600, DIM, generator=random).bfloat16() for x in (4, 1, 1))
+    found, expected = (
+        attend(query, key, value, SCALE, 0, stored, Span(200, 400), sight)
+        for stored in (stored_of(DiffKVConfig(tiers=("BF16",)), None), AS_COMPUTED)
+    )
+    assert torch.equal(found, expected)
+
+
 def test_fp8_rounds_what_is_read_of_a_cache() -> None:
     found, exact = emulated(Fp8()), emulated(AS_COMPUTED)
     assert torch.equal(found[: SPAN.cached], exact[: SPAN.cached]), "a pass sees its own tokens as computed"

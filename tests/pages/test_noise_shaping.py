@@ -362,6 +362,20 @@ def test_damaged_files(bad: torch.Tensor, said: str, tmp_path: Path) -> None:
             read_noise_shaping(str(path), 3, 2, 8, 8)
 
 
+def test_a_direction_that_lapack_does_not_find(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Matrices are of no use then, which ``impossible`` says, and a start goes on without."""
+    even, eigh, calls = torch.eye(8).double().expand(1, 2, 8, 8), torch.linalg.eigh, iter([1, 1, 1, 1, 0])
+
+    def fails(x: torch.Tensor) -> object:
+        if next(calls):
+            return eigh(x)
+        raise torch.linalg.LinAlgError("did not converge")
+
+    monkeypatch.setattr(torch.linalg, "eigh", fails)
+    assert NoiseShaping(fitted_to(even, even).float()).impossible() == "numbers that are not finite"
+    assert next(calls, None) is None, "the last one failed"
+
+
 def test_what_is_fitted_is_never_taken_for_damaged() -> None:
     """As far as a fit goes, in single precision."""
     sizes = torch.logspace(-9, 9, 64, dtype=torch.float64)

@@ -313,6 +313,16 @@ def test_compressed_files_are_read(tmp_path):
             {"id": "1", "task": "t", "level": "easy", "prompt": None, "answer": "a"},
             "'prompt' is not text, but null",
         ),
+        (
+            "reference",
+            {"id": "1", "task": "t", "level": "easy", "prompt": "p", "answer": "a", "reference": 7},
+            "'reference' is not text",
+        ),
+        (
+            "replies",
+            {"id": [], "task": "t", "prompt_ids": [1], "reply_ids": [1, 2]},
+            "'id' is no text or number",
+        ),
         ("gsm8k", {"question": 5, "answer": "#### 5"}, "'question' is not text, but 5"),
         ("math", {"problem": "p", "solution": {}}, "'solution' is not text, but {}"),
         ("aime", {"problem": [1], "answer": 4}, r"'problem' is not text, but \[1\]"),

@@ -6,6 +6,8 @@ import json
 from collections.abc import Sequence
 from itertools import product
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -13,8 +15,10 @@ import torch
 from benchmarks.paths import NANO
 from benchmarks.quality.random_windows import WINDOW, make_gemma3, make_gpt_oss
 from sglang_diffkv import ladder, layer_tiers
+from sglang_diffkv.attention.emulated import Stored
 from sglang_diffkv.calibrate import emulated, tiers
 from sglang_diffkv.config import load_config
+from sglang_diffkv.evaluate.endpoint import EvaluationError
 from sglang_diffkv.layer_tiers import ALPHA_HIGH, KEYS, VALUES, Given, LayerLoss, fewest_bytes, low_bytes
 from sglang_diffkv.layout.page_format import Tier
 
@@ -156,6 +160,41 @@ def test_wrong_options(text: Path, more: Sequence[str], said: str, capsys: pytes
     with pytest.raises(SystemExit):
         run(text, *more)
     assert said in capsys.readouterr().err
+
+
+def judged(layers: list[LayerLoss], losses: list[tuple[float, float]]) -> Any:
+    """A calibration whose configurations lose what is given, one after the other."""
+    told = iter([(1.0, 1.0), *losses])  # FP8's is among the layers'
+
+    def lost(passages: Any, ways: Any, what: str) -> dict[str, Any]:
+        prompt, reply = next(told)
+        return {tiers.CHOSEN: [(torch.tensor([prompt]), torch.tensor([reply]))]}
+
+    return SimpleNamespace(
+        args=SimpleNamespace(fp8_share=1.0, low=LOW, high=HIGH), layers=lambda: (layers, next(told)),
+        shares=[1.0] * len(layers), head_dim=64, stored=lambda x: x, losses=lost, fit=[],
+    )  # fmt: skip
+
+
+def test_a_part_that_loses_nothing_bears_the_other() -> None:
+    """A configuration that loses too much in replies and nothing in prompts is followed by one of more bytes."""
+    layers = [LayerLoss((0.0, 0.4), (0.0, 0.1)) for _ in range(4)]
+    given, lost, _ = tiers.choose(judged(layers, [(0.0, 1.5), (0.0, 0.9)]))
+    assert lost == pytest.approx((0.0, 0.9)) and given.loss[1] <= 0.97 / 1.5
+
+
+def test_numbers_that_are_not_finite_choose_nothing() -> None:
+    """FP8's loss is infinite then, and would be a limit that anything holds."""
+    inf, one = torch.tensor([float("inf")]), torch.tensor([1.0])
+    found = {name: [(inf, one)] for name in (tiers.FP8, "K3V8 0", "K8V2 0")}
+    calibration = tiers.Calibration.__new__(tiers.Calibration)
+    for name, value in {
+        "args": SimpleNamespace(model="m"), "judge": SimpleNamespace(layers=1), "fit": [],
+        "stored": lambda x: Stored((HIGH,)), "losses": lambda *x: found,
+    }.items():  # fmt: skip
+        setattr(calibration, name, value)
+    with pytest.raises(EvaluationError, match="m gives numbers that are not finite"):
+        calibration.layers()
 
 
 def test_what_cannot_be_done_is_said(text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

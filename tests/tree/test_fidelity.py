@@ -8,6 +8,7 @@ from array import array
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from sglang_diffkv.config import load_config
@@ -282,6 +283,12 @@ LOGPROBS = {"return_logprob": True, "logprob_start_len": 3, "vocab_size": 8, "mu
     ("most", "start", "top", "of", "said"),
     [
         (20, 3, 8, [0, 7], ""), (None, -1, 0, None, ""), (20, 3, None, [], ""),
+        (np.int64(20), 3, np.int32(8), [np.int64(7)], ""),
+        (4.0, 3, 0, None, "max_new_tokens is no whole number"),
+        (20, -2, 0, None, "logprob_start_len is -2"), (20, 3, -1, None, "top_logprobs_num is -1"),
+        (20, 3, [3], None, "top_logprobs_num is a whole number"),
+        (20, 3, 0, [[1, 2]], "top_logprobs_num is a whole number, and token_ids_logprob a list of them"),
+        (20, 3, 0, [-1], "token_ids_logprob has what is no token"),
         (object(), 3, 0, None, "max_new_tokens is no whole number"),
         (20, 3, 9, None, "top_logprobs_num is 9: this model has 8 tokens"),
         (20, 3, 0, [8], "token_ids_logprob has what is no token"),

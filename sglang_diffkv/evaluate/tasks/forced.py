@@ -70,7 +70,9 @@ def _question(name: str, task: str, prompt: list[int], reply: list[int], vocabul
 def load_replies(path: Path, options: Options) -> ForcedTask:
     """Prompts and replies by token ids, a fixed random sample of ``options.n``. Raises TaskFileError."""
     lines = []
-    for number, line in read_lines(path, ("id", "task", "prompt_ids", "reply_ids"), ("id", "task")):
+    for number, line in read_lines(path, ("id", "task", "prompt_ids", "reply_ids"), ("task",)):
+        if not isinstance(line["id"], str | int):
+            raise TaskFileError(f"{path.name}, line {number}: the field 'id' is no text or number")
         for name in ("prompt_ids", "reply_ids"):
             if not isinstance(line[name], list) or not all(type(x) is int and x >= 0 for x in line[name]):
                 raise TaskFileError(f"{path.name}, line {number}: {name!r} is no list of token ids")

@@ -31,6 +31,8 @@ def read(path: Path) -> list[Example]:
             if not isinstance(x.get(name), str | int | None):
                 raise TaskFileError(f"{path.name}, line {line}: the field {name!r} is no text or number")
         reply = x.get("reference", "")
+        if not isinstance(reply, str):
+            raise TaskFileError(f"{path.name}, line {line}: the field 'reference' is not text")
         found.append(Example(x["id"], x["task"], x["prompt"], (x["answer"],), x["level"], x.get("group"), reply=reply))
     return found
 

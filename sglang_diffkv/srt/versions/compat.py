@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import cache
 from importlib.metadata import version
+from numbers import Integral
 from typing import Any
 
 import numpy as np
@@ -222,18 +223,21 @@ def number_problem(req: Any) -> str:
     """Which number of a request SGLang does not look at before it computes with it, and cannot; empty if there is
     none."""
     most = req.sampling_params.max_new_tokens
-    if not isinstance(most, int | None):
+    if not isinstance(most, Integral | None):
         return "max_new_tokens is no whole number"
     if not getattr(req, "return_logprob", False):
         return ""
     asked, size = req.logprob, getattr(req, "vocab_size", None)
+    top, of = asked.top_logprobs_num, asked.token_ids_logprob or ()
+    if not isinstance(top, Integral | None) or not all(isinstance(token, Integral) for token in of):
+        return "top_logprobs_num is a whole number, and token_ids_logprob a list of them"
     if req.logprob_start_len < -1:
         return f"logprob_start_len is {req.logprob_start_len}: it is a position, or -1 for none of the prompt"
     if size is None:
         return ""
-    if not 0 <= (asked.top_logprobs_num or 0) <= size:
-        return f"top_logprobs_num is {asked.top_logprobs_num}: this model has {size} tokens"
-    if any(not 0 <= token < size for token in asked.token_ids_logprob or ()):
+    if not 0 <= (top or 0) <= size:
+        return f"top_logprobs_num is {top}: this model has {size} tokens"
+    if any(not 0 <= token < size for token in of):
         return f"token_ids_logprob has what is no token of this model: its tokens are 0 to {size - 1}"
     return ""
 
