@@ -34,6 +34,8 @@ class KVShape:
         if not path.is_file():
             raise ValueError(f"{model} is not a model's folder: it has no config.json")
         config = json.loads(path.read_text(encoding="utf-8"))
+        if not isinstance(config, dict):
+            raise ValueError(f"{path} is no JSON object")
         try:
             found = ModelGeometry.of_config(config)
             context, vocab = config["max_position_embeddings"], config["vocab_size"]

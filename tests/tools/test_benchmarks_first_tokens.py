@@ -190,7 +190,8 @@ def test_what_cannot_be_asked_is_refused(wrong, message, capsys):
 
 
 def test_a_folder_that_describes_no_model_is_refused(tmp_path, capsys):
-    (tmp_path / "config.json").write_text("{}", encoding="utf-8")
-    with pytest.raises(SystemExit):
-        first_tokens.parse_args(["--model", str(tmp_path)])
-    assert "config.json has no num_attention_heads" in capsys.readouterr().err
+    for text, said in (("{}", "has no num_attention_heads"), ("[]", "is no JSON object"), ("{", "Expecting")):
+        (tmp_path / "config.json").write_text(text, encoding="utf-8")
+        with pytest.raises(SystemExit):
+            first_tokens.parse_args(["--model", str(tmp_path)])
+        assert said in capsys.readouterr().err.splitlines()[-1]
