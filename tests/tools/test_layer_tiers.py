@@ -68,6 +68,13 @@ def test_nearly_the_fewest_bytes_that_hold_a_limit(seed: int, size: float) -> No
     assert best <= found.size <= 1.04 * best
 
 
+def test_what_a_layer_gains_counts_by_the_bytes_that_it_takes() -> None:
+    """Either of two layers may be raised: the one that loses less holds a tenth of the tokens."""
+    layers, limit = [LayerLoss((x, x), (0.0, 0.0)) for x in (0.012, 0.010)], (0.015, 0.015)
+    found = fewest_bytes(layers, [1.0, 0.1], LOW[-2:], 64, limit)
+    assert found is not None and [found.tiers[at].name for at in found.of] == ["K3V2", "K4V3"]
+
+
 def test_a_limit_that_nothing_holds() -> None:
     assert fewest_bytes([ONE] * 3, [1.0] * 3, LOW, 64, (1e-6, 1.0)) is None
     assert fewest_bytes([ONE] * 3, [1.0] * 3, LOW, 64, (0.0, 0.0)) is None
