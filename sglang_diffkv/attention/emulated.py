@@ -117,7 +117,7 @@ class Stored:
     def rounds_nothing(self) -> bool:
         """Whether all tokens attend as computed, in prompts and replies alike."""
         exact = all(tier.is_raw for tier in self.tiers) and type(self) is Stored and not self.prompts_in_8_bits
-        return exact and self.rotation == NO_ROTATION and self.means is None and self.fitted == NOT_FITTED
+        return exact and self.rotation == NO_ROTATION and self.means is None and self.fitted is NOT_FITTED
 
     @property
     def choosing(self) -> tuple[bool, bool]:

@@ -1,4 +1,4 @@
-"""Give each layer a low tier of its own: the fewest bytes that lose at most so much of what an FP8 cache loses.
+"""Give each layer a low tier of its own: few bytes that lose at most so much of what an FP8 cache loses.
 
 The Hugging Face model reads passages of a text, with few bits for the keys, then the values, of one layer at a time. A
 configuration with up to three low tiers is made from what that loses, and judged on these passages and on others that
