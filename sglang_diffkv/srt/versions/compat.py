@@ -235,7 +235,7 @@ def number_problem(req: Any) -> str:
         return f"logprob_start_len is {req.logprob_start_len}: it is a position, or -1 for none of the prompt"
     if size is None:
         return ""
-    if not 0 <= (top or 0) <= size:
+    if not 0 <= int(top or 0) <= size:
         return f"top_logprobs_num is {top}: this model has {size} tokens"
     if any(not 0 <= token < size for token in of):
         return f"token_ids_logprob has what is no token of this model: its tokens are 0 to {size - 1}"
