@@ -10,6 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from benchmarks.paths import NANO
 from benchmarks.serving import restored
 from benchmarks.serving.client import BenchmarkError
 from benchmarks.serving.restored import COMPUTED, DEVICE, HOST, STORE, Asked, Prefixes
@@ -88,7 +89,9 @@ def test_a_prompt_that_does_not_come_back_is_an_error(server, draw, monkeypatch)
 @pytest.mark.parametrize("store", [False, True])
 def test_every_place_has_its_times(store, monkeypatch):
     server = play(monkeypatch, Played(12, store=store))
-    args = restored.parse_args(["--model", "x", "--kv-gib", "1", "--prompt", "60", "--repeat", "4", "--diffkv", "d={}"])
+    args = restored.parse_args(
+        ["--model", str(NANO), "--kv-gib", "1", "--prompt", "60", "--repeat", "4", "--diffkv", "d={}"]
+    )
     record = restored.measure(server, SimpleNamespace(shape=SimpleNamespace(vocab=9000), seed=0), args)
     (found,) = record["prompts"]
     places = [COMPUTED, HOST, DEVICE, *([STORE] if store else [])]
@@ -104,7 +107,7 @@ def test_every_place_has_its_times(store, monkeypatch):
 
 def test_new_tokens_behind_a_prompt_have_times_of_their_own(monkeypatch):
     server = play(monkeypatch, Played(20, store=False))
-    flags = shlex.split("--model x --kv-gib 1 --prompt 60 --repeat 4 --diffkv d={} --added 1 6")
+    flags = shlex.split(f"--model {NANO} --kv-gib 1 --prompt 60 --repeat 4 --diffkv d={{}} --added 1 6")
     args = restored.parse_args(flags)
     record = restored.measure(server, SimpleNamespace(shape=SimpleNamespace(vocab=9000), seed=0), args)
     (found,) = record["prompts"]
@@ -116,11 +119,13 @@ def test_new_tokens_behind_a_prompt_have_times_of_their_own(monkeypatch):
 
 def test_more_new_tokens_than_that_are_refused(capsys):
     with pytest.raises(SystemExit):
-        restored.parse_args(["--model", "x", "--kv-gib", "1", "--prompt", "60", "--diffkv", "d={}", "--added", "61"])
+        restored.parse_args(
+            ["--model", str(NANO), "--kv-gib", "1", "--prompt", "60", "--diffkv", "d={}", "--added", "61"]
+        )
     assert "--added is from 1 to the length of the shortest prompt" in capsys.readouterr().err
 
 
 def test_few_prompts_are_refused(capsys):
     with pytest.raises(SystemExit):
-        restored.parse_args(["--model", "x", "--kv-gib", "1", "--repeat", "1", "--diffkv", "d={}"])
+        restored.parse_args(["--model", str(NANO), "--kv-gib", "1", "--repeat", "1", "--diffkv", "d={}"])
     assert "at least 2" in capsys.readouterr().err
