@@ -39,18 +39,22 @@ SCORED = 512
 """Queries of a prompt, and of a reply, whose next-token distributions are compared, at most."""
 
 
-def _two(low: str, high: str, alpha_high: float) -> dict[str, Any]:
-    """Fields of a rung with two tiers and a small window."""
+ALPHA_HIGH = 20.0
+"""Few tokens in the high tier are enough: it loses what 10 loses, in fewer bytes."""
+
+
+def pair(low: str, high: str, alpha_high: float = ALPHA_HIGH) -> dict[str, Any]:
+    """Fields of a configuration with two tiers and a small window."""
     policy = {"name": "diffkv", "alpha_high": alpha_high, "window": 64}
     return {"tiers": [high, low], "rotate": "both", "key_means": AUTO, "policy": policy}
 
 
 RUNGS: Mapping[str, Mapping[str, Any]] = {
-    "K8V4 and K4V2": _two("K4V2", "K8V4", 3.0),
-    "K8V6 and K4V3": _two("K4V3", "K8V6", 20.0),
-    "K8V6 and K5V3": _two("K5V3", "K8V6", 20.0),
-    "K8V6 and K5V4": _two("K5V4", "K8V6", 20.0),
-    "K8V6 and K6V4": _two("K6V4", "K8V6", 20.0),
+    "K8V4 and K4V2": pair("K4V2", "K8V4", 3.0),
+    "K8V6 and K4V3": pair("K4V3", "K8V6"),
+    "K8V6 and K5V3": pair("K5V3", "K8V6"),
+    "K8V6 and K5V4": pair("K5V4", "K8V6"),
+    "K8V6 and K6V4": pair("K6V4", "K8V6"),
     "K8V5": {"tiers": ["K8V5"], "rotate": "both", "key_means": AUTO},
     "K8V8": {"tiers": ["K8V8"], "rotate": "both", "key_means": AUTO},
     "lossless": {"tiers": ["BF16"]},
@@ -58,7 +62,7 @@ RUNGS: Mapping[str, Mapping[str, Any]] = {
 """Name -> fields, the fewest bytes first. The last loses nothing, so there is always one.
 
 What a model pays much attention to needs values of 6 bits, or some models lose more than with FP8 whatever the low tier
-is. Few tokens are enough: an ``alpha_high`` of 20 loses what 10 loses, in fewer bytes. The low tier's keys need 5 bits
+is. The low tier's keys need 5 bits
 at least where heads are large and few, its values 4. ``benchmarks/results/emulated_cpu.md`` and ``judging_cpu.md`` have
 the figures."""
 BY_LAYER = (("K8V6 and K5V4", "K8V6 and K6V4"),)

@@ -16,13 +16,11 @@ from dataclasses import dataclass
 from itertools import combinations
 from typing import Any
 
+from sglang_diffkv.ladder import ALPHA_HIGH, pair
 from sglang_diffkv.layout.page_format import MOST_TIERS, SHORT_POSITION_BYTES, Tier
 
 KEYS, VALUES = Tier(3, 8), Tier(8, 2)
 """Tiers that tell what a layer loses by its keys, and by its values: 8 bits lose next to nothing beside them."""
-WINDOW, ALPHA_HIGH = 64, 20.0
-"""Of the policy that places tokens: as rungs of ``ladder.py`` have them."""
-
 Parts = tuple[float, float]
 """Nats a token: of a new prompt behind a cached one, and of a reply."""
 
@@ -56,14 +54,16 @@ class Given:
     size: float
 
     def fields(self, high: Tier) -> dict[str, Any]:
-        """Of a configuration: the tiers that are used, and thresholds by layer that say which."""
+        """Of a configuration: as of ``pair``, with the tiers that are used, and thresholds by layer that say which."""
         used = sorted(set(self.of))
         between = []
         for place in used[:-1]:  # at or below this place of theirs, tokens get no further
             between.append([0.0 if tier <= place else ALPHA_HIGH for tier in self.of])
-        policy: dict[str, Any] = {"name": "diffkv", "alpha_high": ALPHA_HIGH, "window": WINDOW}
-        policy |= {"alpha_between": between} if between else {}
-        return {"tiers": [high.name, *(self.tiers[place].name for place in used)], "policy": policy}
+        names = [self.tiers[place].name for place in used]
+        found = pair(names[-1], high.name)
+        if between:
+            found["policy"]["alpha_between"] = between
+        return {**found, "tiers": [high.name, *names]}
 
 
 def low_bytes(tier: Tier, head_dim: int) -> int:

@@ -26,6 +26,8 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from functools import partial
 
+import numpy as np
+
 from benchmarks.serving.cli import model_name
 from benchmarks.serving.client import warm_up
 from benchmarks.serving.each_backend import add_arguments, measure_each, parse
@@ -209,14 +211,9 @@ class Run:
         self.outcome.add(found, len(prompt))
 
 
-def _quantile(ordered: Sequence[float], share: float) -> float:
+def _quantile(times: Sequence[float], share: float) -> float:
     """Between two of them where it lies there, so that of a few it is near the largest, and never below the median."""
-    if not ordered:
-        return 0.0
-    place = share * (len(ordered) - 1)
-    below = int(place)
-    above = min(below + 1, len(ordered) - 1)
-    return ordered[below] + (place - below) * (ordered[above] - ordered[below])
+    return float(np.quantile(times, share)) if times else 0.0
 
 
 def drawn(draw: random.Random, vocab: int, count: int) -> list[int]:

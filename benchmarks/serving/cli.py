@@ -108,13 +108,15 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     except ValueError as error:
         parser.error(str(error))
     args.candidates = [*backends, *args.diffkv, *pinned]
-    for kind, names in (
-        ("backend", [x.name for x in args.candidates]),
-        ("load", [x.name for x in args.loads]),
-    ):
-        if len(set(names)) < len(names) or not names:
-            parser.error(f"name at least one {kind}, and each only once (given: {names})")
+    check_names(parser, "backend", [x.name for x in args.candidates])
+    check_names(parser, "load", [x.name for x in args.loads])
     return args
+
+
+def check_names(parser: argparse.ArgumentParser, kind: str, names: Sequence[str]) -> None:
+    """End the command if there is none, or one twice: results go by them."""
+    if len(set(names)) < len(names) or not names:
+        parser.error(f"name at least one {kind}, and each only once (given: {names})")
 
 
 def check_model(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:

@@ -16,7 +16,7 @@ import requests
 from benchmarks.budget import Budget
 from benchmarks.provenance import headline, provenance
 from benchmarks.serving.backends import Backend, default_backends, parse_backend, parse_diffkv
-from benchmarks.serving.cli import add_model_arguments, check_model, prepare
+from benchmarks.serving.cli import add_model_arguments, check_model, check_names, prepare
 from benchmarks.serving.client import BenchmarkError
 from benchmarks.serving.session import FAILED, GUESSES, OK, Record, Setup, all_running, running, short
 from sglang_diffkv.evaluate.server import Server, ServerError
@@ -37,9 +37,7 @@ def parse(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> argpar
     args = parser.parse_args(argv)
     args.argv = argv
     args.candidates = [*(default_backends() if args.backends is None else args.backends), *args.diffkv]
-    names = [x.name for x in args.candidates]
-    if len(set(names)) < len(names) or not names:
-        parser.error(f"name at least one backend, and each only once (given: {names})")
+    check_names(parser, "backend", [x.name for x in args.candidates])
     check_model(parser, args)
     return args
 

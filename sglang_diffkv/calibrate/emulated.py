@@ -16,6 +16,7 @@ import json
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -95,14 +96,28 @@ class Reading:
         return out.unsqueeze(0), None
 
 
-def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
-    """The command line."""
+def new_parser(program: str, description: str | None) -> argparse.ArgumentParser:
+    """A parser that asks for a model and passages of a text."""
     parser = argparse.ArgumentParser(
-        prog="python -m sglang_diffkv.calibrate.emulated",
-        description=__doc__,
+        prog=f"python -m sglang_diffkv.{program}",
+        description=description,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add_arguments(parser, 1 << 20, "of a passage: a cached prompt, a new one and a reply", 2048)
+    return parser
+
+
+def parsed(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> argparse.Namespace:
+    """Of a ``new_parser``. Passages are long enough to be judged on."""
+    args = parser.parse_args(argv)
+    if args.window_tokens < LEAST_TOKENS:
+        parser.error(f"--window-tokens must be at least {LEAST_TOKENS}")
+    return args
+
+
+def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
+    """The command line."""
+    parser = new_parser("calibrate.emulated", __doc__)
     parser.add_argument("--n", type=positive, default=12, help="passages (default: %(default)s)")
     parser.add_argument(
         "--config", action="append", metavar="NAME=JSON", help="a preset, or a name and a configuration; may repeat"
@@ -111,10 +126,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
         "--float32", action="store_true", help="compute in float32: what bfloat16 loses by itself is left out"
     )
     parser.add_argument("--output", type=output_file, help="also write the numbers to this file, .json")
-    args = parser.parse_args(argv)
-    if args.window_tokens < LEAST_TOKENS:
-        parser.error(f"--window-tokens must be at least {LEAST_TOKENS}")
-    return args
+    return parsed(parser, argv)
 
 
 def configurations(given: Sequence[str] | None) -> dict[str, DiffKVConfig]:
@@ -127,6 +139,10 @@ def configurations(given: Sequence[str] | None) -> dict[str, DiffKVConfig]:
             raise ConfigError(f"--config {quoted(name)}: each needs a name of its own, as in --config 'mine={{}}'")
         found[name] = load_config(source if equals else name, f"--config {quoted(name)}")
     return found
+
+
+Losses = Mapping[str, Sequence[tuple[torch.Tensor, torch.Tensor]]]
+"""Of each configuration, passage by passage: of the new prompt's positions, and of the reply's."""
 
 
 class Judge:
@@ -185,9 +201,15 @@ class Judge:
         reference = self.logits(ids, AS_COMPUTED)
         return {name: divergence(reference, self.logits(ids, stored)).cpu() for name, stored in ways.items()}
 
-
-Losses = Mapping[str, Sequence[tuple[torch.Tensor, torch.Tensor]]]
-"""Of each configuration, passage by passage: of the new prompt's positions, and of the reply's."""
+    def on(self, passages: Sequence[Sequence[int]], ways: Mapping[str, Stored], what: str = "") -> Losses:
+        """What each way to store loses on passages. ``what``: said of them while they are read."""
+        found: dict[str, list[tuple[torch.Tensor, torch.Tensor]]] = {name: [] for name in ways}
+        for number, passage in enumerate(passages, 1):
+            print(f"{what}passage {number} of {len(passages)}", file=sys.stderr)
+            count = len(scored_positions(len(passage))[0])
+            for name, lost in self.losses(passage, ways).items():
+                found[name].append((lost[:count], lost[count:]))
+        return found
 
 
 Judged = Callable[[Mapping[str, Stored]], Losses]
@@ -202,23 +224,14 @@ def judge(args: argparse.Namespace) -> tuple[Losses, Choice | None]:
     judge = Judge(args.model, args.tokenizer, float32=args.float32)
     judge.check(configs)
 
-    def of_all(ways: Mapping[str, Stored]) -> Losses:
-        found: dict[str, list[tuple[torch.Tensor, torch.Tensor]]] = {name: [] for name in ways}
-        for number, passage in enumerate(passages, 1):
-            print(f"passage {number} of {len(passages)}", file=sys.stderr)
-            count = len(scored_positions(len(passage))[0])
-            for name, lost in judge.losses(passage, ways).items():
-                found[name].append((lost[:count], lost[count:]))
-        return found
-
     ways: dict[str, Stored] = {FP8: Fp8(), ROUNDING: RoundedAgain()}
     if any(config.prefill == IN_8_BITS for config in configs.values()):
         ways[FP8_FLASH] = Fp8(prompts_in_8_bits=True)
     for name, config in configs.items():
         stored = stored_of(config, judge.means, judge.shaping, judge.model.dtype)
         ways[name] = replace(stored, prompts_in_8_bits=config.prefill == IN_8_BITS)
-    found = of_all(ways)
-    return (found, None) if args.config else taken(found, judge, of_all)
+    found = judge.on(passages, ways)
+    return (found, None) if args.config else taken(found, judge, partial(judge.on, passages))
 
 
 def taken(found: Losses, judge: Judge, of_all: Judged) -> tuple[Losses, Choice]:

@@ -23,16 +23,15 @@ import torch
 from sglang_diffkv import bounds
 from sglang_diffkv.arguments import number, output_file
 from sglang_diffkv.attention.emulated import Fp8, Stored, stored_of
-from sglang_diffkv.calibrate.emulated import FP8, Judge, Losses, table
-from sglang_diffkv.calibrate.reading import add_arguments, windows
+from sglang_diffkv.calibrate.emulated import FP8, Judge, new_parser, parsed, table
+from sglang_diffkv.calibrate.reading import windows
 from sglang_diffkv.config import DiffKVConfig
 from sglang_diffkv.errors import ConfigError
 from sglang_diffkv.evaluate.cli import positive
 from sglang_diffkv.evaluate.endpoint import EvaluationError
 from sglang_diffkv.evaluate.tasks.files import TaskFileError
-from sglang_diffkv.key_means import AUTO
-from sglang_diffkv.ladder import LEAST_TOKENS, scored_positions
-from sglang_diffkv.layer_tiers import ALPHA_HIGH, KEYS, VALUES, WINDOW, Given, LayerLoss, Parts, fewest_bytes
+from sglang_diffkv.ladder import LEAST_TOKENS, pair
+from sglang_diffkv.layer_tiers import KEYS, VALUES, Given, LayerLoss, Parts, fewest_bytes
 from sglang_diffkv.layout.page_format import Tier
 
 HIGH = "K8V6"
@@ -49,12 +48,7 @@ ATTENDS, SLIDES = "full_attention", "sliding_attention"
 
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(
-        prog="python -m sglang_diffkv.calibrate.tiers",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    add_arguments(parser, 1 << 20, "of a passage: a cached prompt, a new one and a reply", 2048)
+    parser = new_parser("calibrate.tiers", __doc__)
     parser.add_argument("--n", type=positive, default=4, help="passages to choose from (default: %(default)s)")
     parser.add_argument("--held-out", type=positive, default=4, help="others to judge on (default: %(default)s)")
     parser.add_argument(
@@ -74,9 +68,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--noise-shaping", action="store_true", help="the server will shape noise")
     parser.add_argument("--output", type=output_file, required=True, help="configuration to write, .json")
-    args = parser.parse_args(argv)
-    if args.window_tokens < LEAST_TOKENS:
-        parser.error(f"--window-tokens must be at least {LEAST_TOKENS}")
+    args = parsed(parser, argv)
     for tier in args.low:
         if tier.token_bytes(64, 64) >= args.high.token_bytes(64, 64):
             parser.error(f"--low {tier.name} takes no fewer bytes than the high tier {args.high.name}")
@@ -110,7 +102,7 @@ class Calibration:
         text = self.judge.model.config.get_text_config()
         self.head_dim = int(getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads)
         for tier in args.low:  # before the reading, which takes long
-            self.config({"tiers": [args.high.name, tier.name]}).page_format(self.head_dim, self.head_dim, args.context)
+            self.config(pair(tier.name, args.high.name)).page_format(self.head_dim, self.head_dim, args.context)
         kinds = getattr(text, "layer_types", None) or [ATTENDS] * self.judge.layers
         if others := set(kinds) - {ATTENDS, SLIDES}:
             raise EvaluationError(f"{args.model} has layers of {', '.join(sorted(others))}, which are not emulated")
@@ -118,32 +110,21 @@ class Calibration:
         self.shares = [min(span / args.context, 1.0) if kind == SLIDES else 1.0 for kind in kinds]
 
     def config(self, fields: Mapping[str, Any]) -> DiffKVConfig:
-        """Tiers and policy with what goes with them. Raises ConfigError."""
+        """``fields``, with the noise shaped if that was asked for. Raises ConfigError."""
         shaped = {"noise_shaping": "auto"} if self.args.noise_shaping else {}
-        return DiffKVConfig.model_validate({"rotate": "both", "key_means": AUTO, **shaped, **fields})
+        return DiffKVConfig.model_validate({**fields, **shaped})
 
     def stored(self, fields: Mapping[str, Any]) -> Stored:
         """How a server with this configuration stores tokens."""
         return stored_of(self.config(fields), self.judge.means, self.judge.shaping, self.judge.model.dtype)
 
-    def losses(self, passages: Sequence[Sequence[int]], ways: Mapping[str, Stored], what: str) -> Losses:
-        """Of each way, passage by passage."""
-        found: dict[str, list[tuple[torch.Tensor, torch.Tensor]]] = {name: [] for name in ways}
-        for at, passage in enumerate(passages, 1):
-            print(f"{what}: passage {at} of {len(passages)}, {len(ways) + 1} times", file=sys.stderr)
-            count = len(scored_positions(len(passage))[0])
-            for name, lost in self.judge.losses(passage, ways).items():
-                found[name].append((lost[:count], lost[count:]))
-        return found
-
     def layers(self) -> tuple[list[LayerLoss], Parts]:
         """What each layer loses, and FP8."""
-        policy = {"name": "diffkv", "alpha_high": ALPHA_HIGH, "window": WINDOW}
         ways: dict[str, Stored] = {FP8: Fp8()}
         for tier in (KEYS, VALUES):
-            stored = self.stored({"tiers": [MEASURED, tier.name], "policy": policy})
+            stored = self.stored(pair(tier.name, MEASURED))
             ways |= {f"{tier.name} {x}": replace(stored, only=frozenset([x])) for x in range(self.judge.layers)}
-        found = self.losses(self.fit, ways, "each layer alone")
+        found = self.judge.on(self.fit, ways, f"each layer alone, {len(ways) + 1} times: ")
         lost = {name: means(x) for name, x in found.items()}
         if not all(math.isfinite(x) for parts in lost.values() for x in parts):
             raise EvaluationError(f"{self.args.model} gives numbers that are not finite, in float32")
@@ -167,7 +148,7 @@ def choose(calibration: Calibration) -> tuple[Given, Parts, Parts]:
         if given is None:
             break
         stored = calibration.stored(given.fields(args.high))
-        lost = means(calibration.losses(calibration.fit, {CHOSEN: stored}, "all together")[CHOSEN])
+        lost = means(calibration.judge.on(calibration.fit, {CHOSEN: stored}, "all together: ")[CHOSEN])
         if all(x <= y for x, y in zip(lost, most)):
             return given, lost, fp8
         less = SPARE * min(y / x for x, y in zip(lost, most) if x > y)
@@ -197,7 +178,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         given, lost, fp8 = choose(calibration)
         config = calibration.config(given.fields(args.high))
         ways = {FP8: Fp8(), CHOSEN: calibration.stored(given.fields(args.high))}
-        held = calibration.losses(calibration.held, ways, "others")
+        held = calibration.judge.on(calibration.held, ways, "others: ")
         fields = config.model_dump(mode="json", exclude_unset=True)
         args.output.write_text(json.dumps(fields, indent=1) + "\n", encoding="utf-8")
     except (ConfigError, TaskFileError, EvaluationError, OSError, ValueError) as error:

@@ -19,7 +19,8 @@ from sglang_diffkv.attention.emulated import Stored
 from sglang_diffkv.calibrate import emulated, tiers
 from sglang_diffkv.config import load_config
 from sglang_diffkv.evaluate.endpoint import EvaluationError
-from sglang_diffkv.layer_tiers import ALPHA_HIGH, KEYS, VALUES, Given, LayerLoss, fewest_bytes, low_bytes
+from sglang_diffkv.ladder import ALPHA_HIGH
+from sglang_diffkv.layer_tiers import KEYS, VALUES, Given, LayerLoss, fewest_bytes, low_bytes
 from sglang_diffkv.layout.page_format import Tier
 
 LOW = [Tier.parse(x) for x in ("K6V4", "K5V4", "K4V3", "K3V2")]
@@ -101,7 +102,7 @@ def test_no_two_tiers_of_one_size() -> None:
 )
 def test_a_configuration_says_which_layer_has_which(of: tuple[int, ...], used: list[str]) -> None:
     given = Given((LOW[0], LOW[1], LOW[3]), of, (0.0, 0.0), 0.0)
-    config = load_config(json.dumps({"rotate": "both", **given.fields(HIGH)}))
+    config = load_config(json.dumps(given.fields(HIGH)))
     config.check_heads(6, 2)
     assert list(config.tiers) == ["K8V6", *used]
     policy = config.build_policy()
@@ -179,7 +180,7 @@ def judged(layers: list[LayerLoss], losses: list[tuple[float, float]]) -> Any:
 
     return SimpleNamespace(
         args=SimpleNamespace(fp8_share=1.0, low=LOW, high=HIGH), layers=lambda: (layers, next(told)),
-        shares=[1.0] * len(layers), head_dim=64, stored=lambda x: x, losses=lost, fit=[],
+        shares=[1.0] * len(layers), head_dim=64, stored=lambda x: x, judge=SimpleNamespace(on=lost), fit=[],
     )  # fmt: skip
 
 
@@ -196,8 +197,8 @@ def test_numbers_that_are_not_finite_choose_nothing() -> None:
     found = {name: [(inf, one)] for name in (tiers.FP8, "K3V8 0", "K8V2 0")}
     calibration = tiers.Calibration.__new__(tiers.Calibration)
     for name, value in {
-        "args": SimpleNamespace(model="m"), "judge": SimpleNamespace(layers=1), "fit": [],
-        "stored": lambda x: Stored((HIGH,)), "losses": lambda *x: found,
+        "args": SimpleNamespace(model="m"), "judge": SimpleNamespace(layers=1, on=lambda *x: found), "fit": [],
+        "stored": lambda x: Stored((HIGH,)),
     }.items():  # fmt: skip
         setattr(calibration, name, value)
     with pytest.raises(EvaluationError, match="m gives numbers that are not finite"):
