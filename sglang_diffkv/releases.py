@@ -119,6 +119,8 @@ TARGETS: Targets = {
     "init_next_round_input": SRT + "managers.schedule_batch.Req.init_next_round_input",
     "prepare_for_extend": BATCH + "prepare_for_extend",
     "forward": SRT + "model_executor.model_runner.ModelRunner.forward",
+    "capture_one": SRT
+    + "model_executor.runner_backend.breakable_cuda_graph_backend.BreakableCudaGraphBackend.capture_one",
     "prepare_for_decode": BATCH + "prepare_for_decode",
     "mix_with_running": BATCH + "mix_with_running",
     "check_decode_mem": BATCH + "check_decode_mem",

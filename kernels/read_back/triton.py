@@ -285,8 +285,10 @@ def prepare_read_back(
     state: PageState, key: torch.Tensor, value: torch.Tensor, rows: torch.Tensor, starts: torch.Tensor,
     extend_lens: torch.Tensor, prefix_lens: torch.Tensor, into: torch.Tensor, key_out: torch.Tensor,
     value_out: torch.Tensor, longest: int, *, rotation: Rotation, key_means: torch.Tensor | None,
+    requests: int | None = None,
 ) -> PreparedReadBack:  # fmt: skip
-    """What layers have in common. Arguments as of ``read_back``."""
+    """What layers have in common. Arguments as of ``read_back``. ``requests``: how many of the batch have tokens, as
+    far as the host knows; by default all."""
     fmt, heads, batch = state.fmt, state.num_heads, rows.shape[0]
     tokens = key.shape[0]
     assert key.shape == (tokens, heads, fmt.head_dim) and key.stride(2) == 1
@@ -301,7 +303,7 @@ def prepare_read_back(
         assert key_means.shape == (heads, fmt.head_dim) and key_means.dtype == torch.float32
         assert key_means.is_contiguous()
     block, v_block = block_size(fmt.head_dim), block_size(fmt.v_head_dim)
-    most = triton.cdiv(RESIDENT * processors_of(state.device), out_heads * batch)
+    most = triton.cdiv(RESIDENT * processors_of(state.device), out_heads * (requests or batch))
     programs = max(1, min(triton.cdiv(longest, SLOTS), most))
     launch = Launch(
         read_back_kernel,

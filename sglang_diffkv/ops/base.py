@@ -41,13 +41,32 @@ class WholeRequests:
     """All tokens of a pass's requests, one request after the other, those that are stored before the new ones.
 
     Attributes:
-        into: [B] int64 on the device, place of each request's first token. lens: tokens of each, on the host. heads: KV
-            heads at a time, a divisor of all.
+        into: [B] int64 on the device, place of each request's first token. lens: tokens of each, on the host; of a
+            bounded step one number, of all places. heads: KV heads at a time, a divisor of all. room: their keys and
+            values, [places, H, head_dim] and [places, H, v_head_dim]; None where each layer takes memory for them.
     """
 
     into: torch.Tensor
     lens: tuple[int, ...]
     heads: int
+    room: tuple[torch.Tensor, torch.Tensor] | None = None
+
+
+@dataclass(frozen=True)
+class BoundedPass:
+    """What a pass over few new tokens is, at fixed addresses on the device, so that a CUDA graph can hold it.
+
+    Attributes:
+        given: [5, B] int64: rows, stored tokens, new tokens, and who observes (``Step.observe_from``,
+            ``observe_every``). Requests past the last one have zeros.
+        room: as of ``WholeRequests``, for ``stored`` and ``tokens`` together.
+        tokens: new ones of the largest pass. stored: tokens that all requests together have stored at most.
+    """
+
+    given: torch.Tensor
+    room: tuple[torch.Tensor, torch.Tensor]
+    tokens: int
+    stored: int
 
 
 @dataclass
@@ -90,6 +109,9 @@ class Step:
     ancestors: torch.Tensor | None = None
     """[tokens] int64, of trees of drafts: which of its request's drafts each one sees (``extend_attention``); None
     where each sees all before it."""
+    ends: tuple[torch.Tensor, torch.Tensor] | None = None
+    """[B + 2] int32 each, of a bounded step: 0, then where new tokens, and all tokens, of each request end, and last
+    those of the padding."""
 
     @cached_property
     def starts(self) -> torch.Tensor:
@@ -146,6 +168,49 @@ class Step:
             tuple(prefixes),
             observe_from=since,
             observe_every=every,
+        )
+        step.starts = starts
+        return step
+
+    @classmethod
+    def bounded(cls, known: BoundedPass, tokens: int, heads: int) -> Step:
+        """An extend step of ``tokens`` new tokens, those that fill up a pass included. Numbers on the host are bounds.
+
+        Launches kernels only, which read what ``known`` holds by then. Padding is a request of its own for attention
+        alone: it attends to places behind all others, and its results are of no use. Nothing is stored for it, and no
+        stored token gets a score. ``heads``: KV heads.
+        """
+        rows, prefix_lens, extend_lens, since, every = known.given.unbind()
+        device = rows.device
+        place = torch.arange(tokens, device=device)
+        ends, seq_lens = extend_lens.cumsum(0), prefix_lens + extend_lens
+        seq_ends = seq_lens.cumsum(0)
+        starts = ends - extend_lens
+        owner = torch.searchsorted(ends, place, right=True).clamp_(max=len(rows) - 1)
+        offset = place - starts[owner]
+        places = known.stored + known.tokens
+        padding = tokens - ends[-1:]
+        query_ends = torch.cat([ends[:1] * 0, ends, ends[-1:] + padding])
+        key_ends = torch.cat([ends[:1] * 0, seq_ends, seq_ends[-1:] + padding])
+        step = cls(
+            rows,
+            seq_lens,
+            prefix_lens,
+            extend_lens,
+            rows[owner],
+            offset,
+            prefix_lens[owner] + offset,
+            (extend_lens > 0).sum(0, keepdim=True).int(),
+            ends[-1:].int(),
+            max_extend=tokens,
+            max_prefix=known.stored,
+            counts=(tokens,),
+            prefixes=(known.stored,),
+            whole=WholeRequests(seq_ends - seq_lens, (places,), heads, known.room),
+            unscored=(known.stored,),
+            observe_from=since,
+            observe_every=every,
+            ends=(query_ends.int(), key_ends.int()),
         )
         step.starts = starts
         return step

@@ -90,6 +90,9 @@ class FlashPrefill:
         key_lens = step.counts if step.whole is None else step.whole.lens
         self._longest = max(step.counts), max(key_lens)
         self._counts, self._parts = step.counts, {}
+        if step.ends is not None:  # of passes that are too short for 8 bits
+            self._ends, self._converts = step.ends, False
+            return
         work = sum(count * keys for count, keys in zip(step.counts, key_lens, strict=True))
         self._converts = self._eight_bits and work >= max(LEAST_WORK, LEAST_QUERIES * sum(key_lens))
         self._ends = None

@@ -20,6 +20,9 @@ FEW_TOKENS = 2048
 """New tokens of a pass whose layers have one room for these keys and values. Beside the rest of so short a pass it may
 stay; and the host, which such passes wait for, takes it once."""
 
+FEW_REQUESTS = 2
+"""That a bounded pass shares the GPU's programs between: as a rule it has no more."""
+
 
 def heads_hold_all(policy: Policy, tiers: int) -> bool:
     """Whether every head of a request holds all of its stored tokens, as attention to requests as a whole takes for
@@ -104,13 +107,14 @@ def _unpacked(
         return keys, values
 
     few = sum(step.counts) <= FEW_TOKENS
-    keys, values = step.launches.prepared("unpacked", room) if few else room()
+    keys, values = whole.room or (step.launches.prepared("unpacked", room) if few else room())
 
     def prepare() -> PreparedReadBack:
         lens = (step.rows, step.starts, step.extend_lens, step.prefix_lens)
         longest = max(step.max_prefix, step.max_extend)
         return prepare_read_back(
-            state, key, value, *lens, whole.into, keys, values, longest, rotation=rotation, key_means=key_means
+            state, key, value, *lens, whole.into, keys, values, longest, rotation=rotation, key_means=key_means,
+            requests=step.rows.shape[0] if step.ends is None else FEW_REQUESTS,
         )  # fmt: skip
 
     again: PreparedReadBack = step.launches.prepared(

@@ -166,6 +166,16 @@ class TritonOps(Ops):
         held = (self.prompt.spans, *(x.compaction.spans for x in self.buffers))
         return next((x for x in held if x.requests >= batch), None) or Spans.create(self.state, batch)
 
+    def bounded_obstacle(self) -> str:
+        """Why bounded passes (``Step.bounded``) cannot be computed; empty if they can."""
+        if not isinstance(self.ragged, FlashPrefill):
+            return "their tokens do not attend by FlashAttention-3"
+        if self.state.slides:
+            return "layers have sliding windows"
+        if self.has_sinks:
+            return "layers have attention sinks"
+        return "" if self._heads_hold_all else "heads of a request hold different tokens"
+
     def decode_batches(self, most: int) -> list[int]:
         """Sizes of decode steps up to ``most`` requests that between them launch every kernel any of them does."""
         state, searches, found = self.state, self.policy.searches_steps, []
@@ -203,7 +213,7 @@ class TritonOps(Ops):
             torch.sub(step.seq_lens, 1, out=step.prefix_lens)
             step.num_valid.copy_((step.rows != 0).sum())
         elif self.ragged is not None:
-            if not self.has_sinks and (step.as_computed or self._heads_hold_all):
+            if step.ends is None and not self.has_sinks and (step.as_computed or self._heads_hold_all):
                 step.whole = read_back.whole_requests(state, step, self.ragged)
             self.ragged.plan(step)
         reserve(state, step.rows, step.extend_lens, self._spans(step.rows.shape[0]), step.num_valid)

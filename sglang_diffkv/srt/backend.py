@@ -24,6 +24,7 @@ from sglang_diffkv.ops import Scaling
 from sglang_diffkv.srt.models.scaling import scaling_of
 from sglang_diffkv.srt.pool import DiffKVPool
 from sglang_diffkv.srt.versions import compat
+from sglang_diffkv.srt.whole_passes import WholePasses, capture
 
 
 class DiffKVAttnBackend(AttentionBackend):
@@ -82,6 +83,9 @@ class DiffKVAttnBackend(AttentionBackend):
                 manager.device.stream = runner.forward_stream
         self.launched: LaunchedStep | None = None
         """The pass that runs, as the host planned it, if it is one over prompts."""
+        self.whole_passes: WholePasses | None = None
+        if self.state.pages.is_cuda and compat.prefill_graphs(runner.server_args) == compat.BETWEEN_LAYERS:
+            self.whole_passes = WholePasses.create(manager, form, manager.geometry.max_tokens)
 
     def _key_means(
         self, runner: Any, config: DiffKVConfig, scalings: Sequence[Scaling], sinks: torch.dtype | None
@@ -185,9 +189,21 @@ class DiffKVAttnBackend(AttentionBackend):
     def prepare_forward_metadata_for_breakable_cuda_graph_replay(
         self, capture_metadata: None, forward_batch: Any, *, static_forward_batch: Any = None
     ) -> None:
-        """A pass over prompts, with graphs between its layers' attention. ``forward_batch``: without the tokens that
-        fill it up to a captured size; SGLang cuts them off what layers get."""
+        """A pass over prompts, with graphs between its layers' attention, or as one graph. ``forward_batch``: without
+        the tokens that fill it up to a captured size; SGLang cuts them off what layers get between graphs."""
+        if self.whole_passes is not None and static_forward_batch is not None:
+            counts = list(forward_batch.extend_seq_lens_cpu)
+            if self.whole_passes.choose(len(static_forward_batch.input_ids), counts):
+                return
         self.init_forward_metadata(forward_batch)
+
+    def capture_whole(self, runner_backend: Any, shape_key: Any, forward: Callable[[], Any]) -> None:
+        """Behind SGLang's capture of passes over prompts of one size: of whole ones. Arguments as of ``capture``."""
+        if self.whole_passes is not None:
+            self.new_tokens = self.whole_passes.wrapper
+            out = runner_backend._outputs[shape_key]
+            capture(runner_backend, shape_key, forward, self.whole_passes, out)
+            self.new_tokens = None
 
     def capture_commits(self, batches: Sequence[int]) -> None:
         """Graphs of what stores accepted drafts, for verifications of these sizes, whose own graphs are captured."""

@@ -27,6 +27,10 @@ class Library:
         self._lens: list[tuple[int, int]] = []
 
     def plan(self, step: Step) -> None:
+        if step.ends is not None:
+            queries, keys = (x.diff().tolist() for x in step.ends)
+            self._lens = list(zip(queries, keys, strict=True))
+            return
         keys = step.counts if step.whole is None else step.whole.lens
         self._lens = list(zip(step.counts, keys, strict=True))
 
@@ -39,7 +43,8 @@ class Library:
         assert self.serves(scaling)
         self.heads.append(key.shape[1])
         self.asked.append((len(key), len(q)))
-        assert (len(q), len(key)) == tuple(map(sum, zip(*self._lens, strict=True)))
+        queries, keys = map(sum, zip(*self._lens, strict=True))
+        assert len(q) == queries and len(key) >= keys  # behind the last ones there is room that nobody reads
         outs, norms = zip(*self._requests(q, key, value), strict=True)
         norm = torch.cat(norms) / self.lse_unit
         return torch.cat(outs).to(q.dtype), (norm if self.lse_unit == 1 else norm.t().contiguous().t()) if lse else None

@@ -10,6 +10,7 @@ from typing import Any
 from sglang_diffkv.config import CHECK_ENV, CONFIG_ENV, load_config
 from sglang_diffkv.mem_pool.integrity import check_bounds, check_integrity, decision_digest
 from sglang_diffkv.presets import PRESETS
+from sglang_diffkv.srt.backend import DiffKVAttnBackend
 from sglang_diffkv.srt.hooks import metrics, request_fields
 from sglang_diffkv.srt.hooks.applied import verify_hooks
 from sglang_diffkv.srt.pool import DiffKVPool
@@ -181,6 +182,14 @@ def forward(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
     if BACKEND in SERVED:
         SERVED[BACKEND].requests.pass_launched()
     return result
+
+
+def capture_one(original: Any, self: Any, shape_key: Any, forward_fn: Any, *args: Any, **kwargs: Any) -> None:
+    """Graphs of passes over prompts of one size are captured: of whole passes too, where they are short."""
+    original(self, shape_key, forward_fn, *args, **kwargs)
+    backend = getattr(self._model_runner, "attn_backend", None)
+    if isinstance(backend, DiffKVAttnBackend):
+        backend.capture_whole(self, shape_key, forward_fn)
 
 
 def run_batch(original: Any, self: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
@@ -494,6 +503,7 @@ _HERE = (
     init_next_round_input,
     prepare_for_extend,
     forward,
+    capture_one,
     run_batch,
     prepare_for_decode,
     mix_with_running,

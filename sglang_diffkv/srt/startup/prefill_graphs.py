@@ -13,7 +13,6 @@ from sglang_diffkv.srt.versions.states import model_has_states
 
 logger = logging.getLogger(__name__)
 
-SERVED = "breakable"
 GRAPHS_GPU_VERSIONS = seen_on_gpu("prefill graphs")
 """Versions of SGLang with which they gave stock's tokens on a GPU."""
 DRAFTS_GPU_VERSIONS = seen_on_gpu("prefill graphs beside n-grams")
@@ -26,7 +25,7 @@ def graphs_obstacle(args: Any) -> str:
     kind = compat.prefill_graphs(args)
     if kind == "disabled":
         return ""
-    if kind != SERVED:
+    if kind != compat.BETWEEN_LAYERS:
         return f"{kind} graphs of prompts hold attention too, or are compiled around it"
     if drafts_by_model(args):
         return "they were not tried with a draft model"
@@ -49,7 +48,7 @@ def choose_graphs(server_args: Any) -> None:
     if compat.asked_for_prefill_graphs(server_args):
         return
     obstacle = graphs_obstacle(compat.resolved(server_args))
-    if not obstacle and compat.prefill_graphs(server_args) == SERVED and model_has_states(server_args):
+    if not obstacle and compat.prefill_graphs(server_args) == compat.BETWEEN_LAYERS and model_has_states(server_args):
         obstacle = "they were not tried with layers that have states"
     if obstacle:
         if compat.resolved(server_args).device == "cuda":

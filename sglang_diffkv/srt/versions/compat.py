@@ -432,6 +432,10 @@ def unread_mask(requests: int, drafts: int, device: Any) -> Any:
     return maybe_create_verify_mask(is_draft_runner=False, skip_prefill=False, is_read=False, **sizes)
 
 
+BETWEEN_LAYERS = "breakable"
+"""SGLang's name of graphs of passes over prompts that hold what is between two layers' attention."""
+
+
 def prefill_graphs(server_args: Any) -> str:
     """What holds CUDA graphs of passes over prompts: SGLang's name of it, ``disabled`` for nothing."""
     config = getattr(resolved(server_args), "cuda_graph_config", None)

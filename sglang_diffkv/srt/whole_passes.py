@@ -1,0 +1,172 @@
+"""Passes over few new tokens as one CUDA graph each, attention and all.
+
+SGLang's graphs of prompts end before each layer's attention and begin behind it, so the host launches attention for
+every layer. Where new tokens are few the GPU waits for that. Of such passes SGLang's runner gets a graph that holds
+them whole, beside its own: whichever serves a pass is replayed.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+
+from sglang_diffkv.attention.bounded import BoundedWrapper
+from sglang_diffkv.mem_pool.page_manager import PageManager
+from sglang_diffkv.mem_pool.steps import LaunchedStep, PlannedStep
+
+logger = logging.getLogger(__name__)
+
+TOKENS = 1024
+"""New tokens of the largest such pass: with more the GPU takes longer than the host."""
+REQUESTS = 16
+"""Of a pass, at most."""
+ROOM_BYTES = 128 << 20
+"""For keys and values of all tokens that a pass attends to: 32,768 of Llama-3-8B's."""
+STEP = 0.8
+"""Of two sizes of graphs that follow one another, the smaller is at most this part of the larger."""
+
+
+class Graph(Protocol):
+    """Of CUDA, or several with what runs between them."""
+
+    def replay(self) -> None: ...
+
+
+class WholePasses:
+    """Graphs of whole passes over prompts, by their new tokens, and what the next replay is to compute.
+
+    Args:
+        manager: of the pages. wrapper: what the graphs hold of attention.
+    """
+
+    def __init__(self, manager: PageManager, wrapper: BoundedWrapper):
+        self.manager, self.wrapper = manager, wrapper
+        self.graphs: dict[int, Graph] = {}
+        self.replays = 0
+        self._chosen: Graph | None = None
+        self._launched: LaunchedStep | None = None
+
+    @classmethod
+    def create(cls, manager: PageManager, form: dict[str, Any], max_tokens: int) -> WholePasses | None:
+        """None, saying why, where passes cannot be held so. ``form``: of the wrappers. ``max_tokens``: of a request."""
+        from sglang_diffkv.ops.triton import TritonOps
+
+        ops, state = manager.ops, manager.state
+        obstacle = ops.bounded_obstacle() if isinstance(ops, TritonOps) else "kernels are not Triton's"
+        if manager.drafts:
+            obstacle = "they were not tried with drafts"
+        if obstacle:
+            logger.info("DiffKV: the host launches attention of all passes over prompts: %s", obstacle)
+            return None
+        token_bytes = state.num_heads * (state.fmt.head_dim + state.fmt.v_head_dim) * state.dtype.itemsize
+        stored = min(ROOM_BYTES // token_bytes - TOKENS, REQUESTS * max_tokens)
+        if stored <= 0:
+            logger.info("DiffKV: the host launches attention of all passes over prompts: tokens are too large")
+            return None
+        logger.info(
+            "DiffKV: passes over prompts with up to %d new tokens, of up to %d requests that have %d stored, run as one "
+            "CUDA graph each", TOKENS, REQUESTS, stored,
+        )  # fmt: skip
+        sizes = {"requests": REQUESTS, "tokens": TOKENS, "stored": stored}
+        return cls(manager, BoundedWrapper(ops, **sizes, **form))
+
+    def wants(self, tokens: int) -> bool:
+        """Whether a graph of so many tokens is worth its memory. SGLang captures larger sizes first."""
+        return tokens <= TOKENS and (not self.graphs or tokens <= STEP * min(self.graphs))
+
+    def add(self, tokens: int, record: Callable[[], Graph]) -> None:
+        """A graph of passes of up to so many new tokens. ``record`` makes it, while ``wrapper`` is what layers call."""
+        self.wrapper.bound(tokens)
+        self._launched = self._chosen = None
+        self.graphs[tokens] = record()
+
+    def choose(self, tokens: int, counts: list[int]) -> bool:
+        """Whether the planned pass is the next replay of a graph here; its numbers are on their way then, and its table
+        blocks. ``tokens``: new ones, with those that fill it up to one of SGLang's sizes. ``counts``: without."""
+        self._chosen = self._launched = None
+        size = min((size for size in self.graphs if size >= tokens), default=None)
+        step = self.manager.counts.upcoming
+        if size is None or step is None or step.new_tokens != counts or not self._fits(step):
+            return False
+        self._launched, self._chosen = self.manager.launch_step(), self.graphs[size]
+        self.wrapper.give(step.rows, step.start, step.new_tokens, step.prompts or self._ends(step))
+        return True
+
+    def _fits(self, step: PlannedStep) -> bool:
+        """Whether graphs can compute a pass: over prompts alone, of stored tokens that others hold the scores of."""
+        if step.decoding or not self.wrapper.fits(step.start, step.new_tokens):
+            return False
+        rows, prompts = self.manager.rows, self.manager.prompts
+        if not self.wrapper.scores:
+            return True
+        return all(
+            start <= rows.shared(row) and row not in prompts.shared_scores
+            for row, start in zip(step.rows, step.start, strict=True)
+        )
+
+    @staticmethod
+    def _ends(step: PlannedStep) -> list[int]:
+        return [start + count for start, count in zip(step.start, step.new_tokens, strict=True)]
+
+    def replay(self) -> bool:
+        """Launch the pass that was chosen; False if there is none."""
+        if self._chosen is None:
+            return False
+        self._chosen.replay()
+        self.replays += 1
+        if self._launched is not None:
+            self.manager.computed(self._launched)
+        self._chosen = self._launched = None
+        return True
+
+
+class EitherGraph:
+    """In place of a graph of SGLang's for one size: replays the whole pass where one was chosen, else SGLang's."""
+
+    def __init__(self, passes: WholePasses, other: Graph):
+        self._passes, self._other = passes, other
+
+    def replay(self) -> None:
+        if not self._passes.replay():
+            self._other.replay()
+
+
+def capture(runner_backend: Any, shape_key: Any, forward: Callable[[], Any], passes: WholePasses, out: Any) -> None:
+    """Behind SGLang's capture of passes of one size, where there is room for it: a graph of them whole.
+
+    Args:
+        runner_backend: SGLang's ``BreakableCudaGraphBackend``. shape_key: SGLang's name of the size. forward: the
+            layers, as SGLang captured them. out: where their results go, as SGLang's own graph's do.
+    """
+    size = shape_key.size
+    if passes.wants(size):
+        try:
+            passes.add(size, lambda: _record(runner_backend, forward, passes.wrapper, out))
+        except torch.OutOfMemoryError:
+            logger.warning("DiffKV: no memory is left for a CUDA graph of whole passes of %d new tokens", size)
+    if passes.graphs:
+        graphs = runner_backend._graphs
+        graphs[shape_key] = EitherGraph(passes, graphs[shape_key])
+
+
+def _record(runner_backend: Any, forward: Callable[[], Any], wrapper: BoundedWrapper, out: Any) -> torch.cuda.CUDAGraph:
+    def whole() -> None:
+        wrapper.begin()
+        found = forward()
+        runner_backend._copy_output_to_buffer(found, out, runner_backend._output_rows(found, wrapper.tokens))
+
+    for _ in range(2):
+        torch.cuda.synchronize()
+        whole()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.stream(runner_backend._capture_stream):
+        graph.capture_begin(pool=runner_backend._pool)
+        try:
+            whole()
+        finally:
+            graph.capture_end()
+    return graph
