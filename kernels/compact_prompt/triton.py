@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 
@@ -10,7 +11,8 @@ from sglang_diffkv.kernels.attach.triton import ENTRIES
 from sglang_diffkv.kernels.compact_prompt.triton_lower import PARTS, REGISTERS, lower_kernel
 from sglang_diffkv.kernels.compact_prompt.triton_move import compact_kernel, return_kernel, spare_kernel
 from sglang_diffkv.kernels.cuts import Cuts
-from sglang_diffkv.kernels.prefix_sum.triton import return_spans
+from sglang_diffkv.kernels.launch import Launch
+from sglang_diffkv.kernels.prefix_sum.triton import prepare_return_spans
 from sglang_diffkv.kernels.triton_ring import Spans
 from sglang_diffkv.kernels.triton_table import SAME_BITS, format_constants
 from sglang_diffkv.kernels.triton_tokens import cut_arguments
@@ -18,6 +20,11 @@ from sglang_diffkv.layout.state import PageState
 
 PROMPTS = 16
 """Prompts that are compacted together at most."""
+DECIDED = (
+    "rows", "seq_lens", "tails", "window", "sinks", "lasting", "high_cut", "between", "low_cut", "tie_high", "tie_low",
+    "values", "values_len",
+)  # fmt: skip
+"""What kernels are told of prompts and cuts, by their own names."""
 
 
 @dataclass
@@ -45,6 +52,14 @@ class PromptWorkspace:
         )
 
 
+class PreparedCompaction(Protocol):
+    """``compact_prompts`` of other rows, by cuts of the same form (``form_of_cuts``), with tails or without."""
+
+    def __call__(
+        self, rows: torch.Tensor, seq_lens: torch.Tensor, cuts: Cuts, tails: torch.Tensor | None = None
+    ) -> None: ...
+
+
 def compact_prompts(
     state: PageState,
     rows: torch.Tensor,
@@ -64,47 +79,85 @@ def compact_prompts(
             were scored as a whole.
         tails: [B] int64, contiguous, or None for none.
     """
-    cuts.check(state.num_layers, state.num_heads, len(state.fmt.tiers))
-    batch = rows.shape[0]
-    assert rows.shape == seq_lens.shape == (batch,) and rows.dtype == seq_lens.dtype == torch.int64
-    assert rows.is_contiguous() and seq_lens.is_contiguous() and rows.device == seq_lens.device == state.device
-    assert batch <= workspace.spare.shape[0] and (cuts.values is None or batch == 1)
-    assert tails is None or (tails.shape == (batch,) and tails.dtype == torch.int64 and tails.is_contiguous())
-    fmt, count = state.fmt, batch * state.num_layers * state.num_heads
-    spares = len(fmt.tiers) - 1 + (tails is not None)
-    assert state.num_layers == state.row_layers or (batch == 1 and spares <= 1), "a group has no room for more"
-    if not count:
-        return
-    freed = workspace.freed[:count]
-    if spares:
-        spare_kernel[(1,)](
-            workspace.spare, state.ring, state.counters, state.refcount, state.num_pages, spares * count,
-            R=256, num_warps=4,
-        )  # fmt: skip
-    decided = (
-        rows, seq_lens, seq_lens if tails is None else tails, cuts.window, cuts.sinks, cuts.lasting,
-        *cut_arguments(cuts), workspace.spare,
-    )  # fmt: skip
+    prepare_compact(state, workspace, cuts, tailed=tails is not None)(rows, seq_lens, cuts, tails)
+
+
+def prepare_compact(
+    state: PageState, workspace: PromptWorkspace, cuts: Cuts, *, tailed: bool
+) -> PreparedCompaction:  # fmt: skip
+    """What compactions by cuts of a form have in common. Arguments as of ``compact_prompts``."""
+    fmt, heads = state.fmt, state.num_layers * state.num_heads
+    spares = len(fmt.tiers) - 1 + tailed
     constants = dict(
         **format_constants(fmt), MAX_BLOCKS=state.row_blocks.shape[1], L=state.row_layers, H=state.num_heads,
-        WHOLE=cuts.values is not None, TAILED=tails is not None, num_warps=4, **SAME_BITS,
+        WHOLE=cuts.values is not None, TAILED=tailed, num_warps=4, **SAME_BITS,
     )  # fmt: skip
     raw_like = state.pages.view(state.dtype)
-    if len(fmt.tiers) > 1:
-        lower_kernel[(count * PARTS,)](
+    decided = (*(None,) * len(DECIDED), workspace.spare)
+    spare = Launch(
+        spare_kernel, (1,),
+        (workspace.spare, state.ring, state.counters, state.refcount, state.num_pages, None),
+        {"R": 256, "num_warps": 4},
+    )  # fmt: skip
+    lower = Launch(
+        lower_kernel, (1,),
+        (
             *decided, raw_like, state.pages, state.page_table, state.row_blocks, state.own_entry, state.own_tokens,
-            state.fault, state.num_pages, **constants, PARTS=PARTS,
-            maxnreg=REGISTERS if max(fmt.head_dim, fmt.v_head_dim) <= 128 else None,
+            state.fault, state.num_pages,
+        ),
+        {**constants, "PARTS": PARTS, "maxnreg": REGISTERS if max(fmt.head_dim, fmt.v_head_dim) <= 128 else None},
+    )  # fmt: skip
+    move = Launch(
+        compact_kernel, (1,),
+        (
+            *decided, workspace.surplus, workspace.freed, raw_like, state.pages, state.page_table, state.range_lo,
+            state.range_hi, state.row_blocks, state.entries, state.own_entry, state.own_tokens, state.hole, state.fault,
+            state.refcount, state.num_pages,
+        ),
+        constants,
+    )  # fmt: skip
+    places = prepare_return_spans(state.counters, workspace.freed, workspace.places)
+    give_back = Launch(
+        return_kernel, (1,),
+        (
+            None, workspace.spare, workspace.surplus, workspace.places, state.page_table, state.row_blocks, state.ring,
+            state.refcount, state.num_pages,
+        ),
+        {
+            "SPARES": spares, "MAX_BLOCKS": state.row_blocks.shape[1], "L": state.row_layers, "H": state.num_heads,
+            "E": ENTRIES, "num_warps": 1,
+        },
+    )  # fmt: skip
+
+    def compact_again(
+        rows: torch.Tensor, seq_lens: torch.Tensor, cuts: Cuts, tails: torch.Tensor | None = None
+    ) -> None:
+        cuts.check(state.num_layers, state.num_heads, len(fmt.tiers))
+        batch = rows.shape[0]
+        assert rows.shape == seq_lens.shape == (batch,) and rows.dtype == seq_lens.dtype == torch.int64
+        assert rows.is_contiguous() and seq_lens.is_contiguous() and rows.device == seq_lens.device == state.device
+        assert batch <= workspace.spare.shape[0] and (cuts.values is None or batch == 1)
+        assert (tails is not None) == tailed
+        if tails is not None:
+            assert tails.shape == (batch,) and tails.dtype == torch.int64 and tails.is_contiguous()
+        assert state.num_layers == state.row_layers or (batch == 1 and spares <= 1), "a group has no room for more"
+        count = batch * heads
+        if not count:
+            return
+        numbers = (
+            rows, seq_lens, seq_lens if tails is None else tails, cuts.window, cuts.sinks, cuts.lasting,
+            *cut_arguments(cuts),
         )  # fmt: skip
-    compact_kernel[(count,)](
-        *decided, workspace.surplus, freed, raw_like, state.pages, state.page_table, state.range_lo, state.range_hi,
-        state.row_blocks, state.entries, state.own_entry, state.own_tokens, state.hole, state.fault, state.refcount,
-        state.num_pages, **constants,
-    )  # fmt: skip
-    return_spans(state.counters, freed, workspace.places)
-    return_kernel[(count,)](
-        rows, workspace.spare, workspace.surplus, workspace.places, state.page_table, state.row_blocks,
-        state.ring, state.refcount, state.num_pages,
-        SPARES=spares, MAX_BLOCKS=state.row_blocks.shape[1], L=state.row_layers, H=state.num_heads, E=ENTRIES,
-        num_warps=1,
-    )  # fmt: skip
+        given = dict(zip(DECIDED, numbers, strict=True))
+        if spares:
+            spare(count=spares * count)
+        if len(fmt.tiers) > 1:
+            lower.resize(count * PARTS)
+            lower(**given)
+        move.resize(count)
+        move(**given)
+        places(count=count)
+        give_back.resize(count)
+        give_back(rows=rows)
+
+    return compact_again

@@ -11,7 +11,7 @@ import torch
 from sglang_diffkv.kernels.allocate.triton import reserve
 from sglang_diffkv.kernels.append.triton import PreparedAppend, prepare_append
 from sglang_diffkv.kernels.attach.triton import attach, freeze, keep, prepare_attach, prepare_seal
-from sglang_diffkv.kernels.compact_prompt.triton import PROMPTS, PromptWorkspace, compact_prompts
+from sglang_diffkv.kernels.compact_prompt.triton import PROMPTS, PreparedCompaction, PromptWorkspace, prepare_compact
 from sglang_diffkv.kernels.compact_step.triton import compact_step
 from sglang_diffkv.kernels.copy_compact.triton import PreparedCopy, form_of_cuts, prepare_copy
 from sglang_diffkv.kernels.count_owners.triton import count_owners
@@ -116,6 +116,7 @@ class TritonOps(Ops):
         }
         self._tally = prepare_tally(state)
         self._copies: dict[Hashable, PreparedCopy] = {}  # by groups of layers and forms of cuts
+        self._compactions: dict[Hashable, PreparedCompaction] = {}  # by these, with tails or without
         self.buffers: list[DecodeBuffers] = []  # by growing size; a graph may hold any of them
 
     def prepare_graphs(self, max_batch: int) -> None:
@@ -404,7 +405,12 @@ class TritonOps(Ops):
     ) -> None:
         columns = tuple(zip(*ends, strict=True))
         rows, seq_lens, *last = to_device(columns if tails is None else (*columns, tuple(tails)), layers.device)
-        compact_prompts(layers, rows, seq_lens, self.prompt, cuts, *last)
+        tails = last[0] if last else None
+        form = (layers.first_layer, layers.num_layers, form_of_cuts(cuts), tails is not None)
+        again = self._compactions.get(form)
+        if again is None:
+            again = self._compactions[form] = prepare_compact(layers, self.prompt, cuts, tailed=tails is not None)
+        again(rows, seq_lens, cuts, tails)
 
     def copy_compact(
         self, target: int, parts: Sequence[Part], seq_len: int, policy: Policy, shared_scores: torch.Tensor | None

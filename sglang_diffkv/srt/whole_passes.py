@@ -21,10 +21,10 @@ logger = logging.getLogger(__name__)
 
 TOKENS = 1024
 """New tokens of the largest such pass: with more the GPU takes longer than the host."""
-REQUESTS = 16
+REQUESTS = 32
 """Of a pass, at most."""
-ROOM_BYTES = 128 << 20
-"""For keys and values of all tokens that a pass attends to: 32,768 of Llama-3-8B's."""
+ROOM_BYTES = 256 << 20
+"""For keys and values of all tokens that a pass attends to: 65,536 of Llama-3-8B's."""
 STEP = 0.8
 """Of two sizes of graphs that follow one another, the smaller is at most this part of the larger."""
 
@@ -45,7 +45,7 @@ class WholePasses:
     def __init__(self, manager: PageManager, wrapper: BoundedWrapper):
         self.manager, self.wrapper = manager, wrapper
         self.graphs: dict[int, Graph] = {}
-        self.replays = 0
+        self.counts = {"whole": 0, "between_layers": 0}
         self._chosen: Graph | None = None
         self._launched: LaunchedStep | None = None
 
@@ -66,10 +66,7 @@ class WholePasses:
         if stored <= 0:
             logger.info("DiffKV: the host launches attention of all passes over prompts: tokens are too large")
             return None
-        logger.info(
-            "DiffKV: passes over prompts with up to %d new tokens, of up to %d requests that have %d stored, run as one "
-            "CUDA graph each", TOKENS, REQUESTS, stored,
-        )  # fmt: skip
+        logger.info("DiffKV: a CUDA graph holds passes over up to %d new tokens, with %d stored", TOKENS, stored)
         sizes = {"requests": REQUESTS, "tokens": TOKENS, "stored": stored}
         return cls(manager, BoundedWrapper(ops, **sizes, **form))
 
@@ -89,7 +86,9 @@ class WholePasses:
         self._chosen = self._launched = None
         size = min((size for size in self.graphs if size >= tokens), default=None)
         step = self.manager.counts.upcoming
-        if size is None or step is None or step.new_tokens != counts or not self._fits(step):
+        chosen = size is not None and step is not None and step.new_tokens == counts and self._fits(step)
+        self.counts["whole" if chosen else "between_layers"] += 1
+        if not chosen or size is None or step is None:
             return False
         self._launched, self._chosen = self.manager.launch_step(), self.graphs[size]
         self.wrapper.give(step.rows, step.start, step.new_tokens, step.prompts or self._ends(step))
@@ -116,7 +115,6 @@ class WholePasses:
         if self._chosen is None:
             return False
         self._chosen.replay()
-        self.replays += 1
         if self._launched is not None:
             self.manager.computed(self._launched)
         self._chosen = self._launched = None

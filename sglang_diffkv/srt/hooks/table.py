@@ -429,11 +429,19 @@ def get_internal_state(original: Any, self: Any, *args: Any, **kwargs: Any) -> A
             "key_means": own_means.report(),
             "noise_shaping": own_shaping.report(),
             "transfer": _transfer_report(requests),
+            "prompt_graphs": _graphs_report(self),
             **requests.reports(),
         }
         report.update({name: found for name, found in parts.items() if found})
         result.internal_state["diffkv"] = report
     return result
+
+
+def _graphs_report(scheduler: Any) -> dict[str, int]:
+    """Passes over prompts by what was replayed for them."""
+    backend = getattr(getattr(scheduler.tp_worker, "model_runner", None), "attn_backend", None)
+    passes = backend.whole_passes if isinstance(backend, DiffKVAttnBackend) else None
+    return {} if passes is None else dict(passes.counts)
 
 
 def _transfer_report(requests: RequestLifecycle) -> dict[str, int]:
