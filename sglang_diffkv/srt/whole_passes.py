@@ -66,7 +66,11 @@ class WholePasses:
         if stored <= 0:
             logger.info("DiffKV: the host launches attention of all passes over prompts: tokens are too large")
             return None
-        logger.info("DiffKV: a CUDA graph holds passes over up to %d new tokens, with %d stored", TOKENS, stored)
+        size = (stored + TOKENS) * token_bytes >> 20
+        logger.info(
+            "DiffKV: passes over up to %d new tokens, with %d stored, are a CUDA graph each; %d MiB for them", TOKENS,
+            stored, size,
+        )  # fmt: skip
         sizes = {"requests": REQUESTS, "tokens": TOKENS, "stored": stored}
         return cls(manager, BoundedWrapper(ops, **sizes, **form))
 
