@@ -257,6 +257,7 @@ _17 = Release(
             "states",
             "prefill graphs",
             "prefill graphs beside n-grams",
+            "whole passes over prompts",
             "two servers",
             "two servers of several ranks",
         }
@@ -322,6 +323,7 @@ _23 = replace(
             "drafts beside states",
             "prefill graphs",
             "prefill graphs beside n-grams",
+            "whole passes over prompts",
         }
     ),
 )

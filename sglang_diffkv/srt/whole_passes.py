@@ -8,6 +8,7 @@ them whole, beside its own: whichever serves a pass is replayed.
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable
 from typing import Any, Protocol
 
@@ -16,9 +17,13 @@ import torch
 from sglang_diffkv.attention.bounded import BoundedWrapper
 from sglang_diffkv.mem_pool.page_manager import PageManager
 from sglang_diffkv.mem_pool.steps import LaunchedStep, PlannedStep
+from sglang_diffkv.releases import seen_on_gpu
+from sglang_diffkv.srt.versions import compat
 
 logger = logging.getLogger(__name__)
 
+GPU_VERSIONS = seen_on_gpu("whole passes over prompts")
+"""Versions of SGLang with which they gave stock's tokens on a GPU."""
 TOKENS = 1024
 """New tokens of the largest such pass: with more the GPU takes longer than the host."""
 REQUESTS = 32
@@ -58,6 +63,8 @@ class WholePasses:
         obstacle = ops.bounded_obstacle() if isinstance(ops, TritonOps) else "kernels are not Triton's"
         if manager.drafts:
             obstacle = "they were not tried with drafts"
+        if not obstacle and compat.sglang_version() not in GPU_VERSIONS and not os.environ.get(compat.UNTRIED_ENV):
+            obstacle = f"they were not tried on a GPU with SGLang {compat.sglang_version()}"
         if obstacle:
             logger.info("DiffKV: the host launches attention of all passes over prompts: %s", obstacle)
             return None
