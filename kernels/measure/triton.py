@@ -146,20 +146,37 @@ def measure(state: PageState, rows: torch.Tensor, lo: torch.Tensor, hi: torch.Te
     Args:
         rows, lo, hi: [n] int64, lo >= 0; n may be 0.
     """
-    for numbers in (rows, lo, hi):
-        assert numbers.shape == (rows.numel(),) and numbers.dtype == torch.int64 and numbers.is_contiguous()
-        assert numbers.device == state.device
+    return prepare_measure(state)(rows, lo, hi)
+
+
+def prepare_measure(state: PageState) -> Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]:
+    """``measure`` of a state: rows, lo, hi."""
     layers, heads, tiers = state.num_layers, state.num_heads, len(state.fmt.tiers)
     assert state.entries.dtype == torch.int32 and state.entries.is_contiguous()  # [R, L, H, T]
     assert state.row_blocks.dtype == torch.int32 and state.row_blocks.is_contiguous()  # [R, max_blocks]
     check_table(state)
     assert state.pages.shape[1] == state.fmt.page_bytes and state.pages.is_contiguous()
-    out = torch.empty(rows.shape[0], layers, heads, tiers + 1, dtype=torch.int32, device=state.device)
-    if rows.shape[0]:
-        measure_kernel[(rows.shape[0], layers * heads)](
-            rows, lo, hi, state.pages, state.page_table, state.range_lo, state.range_hi, state.row_blocks,
-            state.entries, out,
-            LAYOUTS=layout_numbers(state.fmt), TIERS=tiers, PAGE_BYTES=state.fmt.page_bytes,
-            MAX_BLOCKS=state.row_blocks.shape[1], L=layers, H=heads, E=ENTRIES, num_warps=4,
-        )  # fmt: skip
-    return out
+    launch = Launch(
+        measure_kernel,
+        (1, layers * heads),
+        (
+            None, None, None, state.pages, state.page_table, state.range_lo, state.range_hi, state.row_blocks,
+            state.entries, None,
+        ),
+        {
+            "LAYOUTS": layout_numbers(state.fmt), "TIERS": tiers, "PAGE_BYTES": state.fmt.page_bytes,
+            "MAX_BLOCKS": state.row_blocks.shape[1], "L": layers, "H": heads, "E": ENTRIES, "num_warps": 4,
+        },
+    )  # fmt: skip
+
+    def measure_again(rows: torch.Tensor, lo: torch.Tensor, hi: torch.Tensor) -> torch.Tensor:
+        for numbers in (rows, lo, hi):
+            assert numbers.shape == (rows.numel(),) and numbers.dtype == torch.int64 and numbers.is_contiguous()
+            assert numbers.device == state.device
+        out = torch.empty(rows.shape[0], layers, heads, tiers + 1, dtype=torch.int32, device=state.device)
+        if rows.shape[0]:
+            launch.resize(rows.shape[0], layers * heads)
+            launch(rows=rows, lo=lo, hi=hi, out=out)
+        return out
+
+    return measure_again

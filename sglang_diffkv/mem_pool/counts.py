@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 
 from sglang_diffkv.kernels.count_rows.reference import DEMAND, ENTRIES, FAULT, PRIVATE
 from sglang_diffkv.layout.geometry import Segment
@@ -303,10 +304,8 @@ class PageCounts:
         """Tokens of each tier that uncounted segments hold, over all heads: [count + 1, T] int64, by the rows of a
         snapshot, of which these segments are the last."""
         device, segments = self.device, self.uncounted.values()
-        held = torch.zeros(count + 1, len(device.fmt.tiers), dtype=torch.int64, device=device.state.device)
         measured = device.measure([(x.row, x.lo, x.hi) for x in segments])  # [m, L, H, T + 1]
-        held[count - len(segments) : count] = measured[..., :-1].sum((1, 2))
-        return held
+        return F.pad(measured[..., :-1].sum((1, 2)), (0, 0, count - len(segments), 1))
 
     def refresh(self) -> None:
         """Take over the snapshots on their way. They were enqueued before the last planned step.

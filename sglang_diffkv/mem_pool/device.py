@@ -207,8 +207,7 @@ class PageDevice:
     def measure(self, parts: Sequence[tuple[int, int, int]]) -> torch.Tensor:
         """Tokens of each tier and pages, [n, L, H, T + 1] int32, of (row, first position, position after the last)."""
         with self.launching():
-            columns = self.to_device(parts or torch.empty(0, 3)).unbind(1)
-            return self.ops.measure(*(x.contiguous() for x in columns))
+            return self.ops.measure(*self.to_device([*zip(*parts, strict=True)] or torch.empty(3, 0)))
 
     def tally(self, row: int, hi: int, out: torch.Tensor, number: int) -> None:
         """What a row holds below position ``hi``, into ``out[number]``: ``kernels/measure``."""

@@ -30,7 +30,7 @@ from sglang_diffkv.kernels.gather_scores.triton import gather_scores, smooth
 from sglang_diffkv.kernels.importance.triton import importance
 from sglang_diffkv.kernels.key_norms.triton import key_norms
 from sglang_diffkv.kernels.list_pages.triton import prepare_list
-from sglang_diffkv.kernels.measure.triton import measure, prepare_tally
+from sglang_diffkv.kernels.measure.triton import measure, prepare_measure, prepare_tally
 from sglang_diffkv.kernels.parts import Part
 from sglang_diffkv.kernels.put_scores.triton import put_scores
 from sglang_diffkv.kernels.query_cache.triton import store_queries
@@ -114,6 +114,7 @@ class TritonOps(Ops):
         self._release = {
             everything: prepare_release(state, spans, everything=everything) for everything in (False, True)
         }
+        self._measure = prepare_measure(state)
         self._tally = prepare_tally(state)
         self._copies: dict[Hashable, PreparedCopy] = {}  # by groups of layers and forms of cuts
         self._compactions: dict[Hashable, PreparedCompaction] = {}  # by these, with tails or without
@@ -460,6 +461,9 @@ class TritonOps(Ops):
 
     def trim(self, row: int, end: int) -> None:
         self._release[False](row, end)
+
+    def measure(self, rows: torch.Tensor, lo: torch.Tensor, hi: torch.Tensor) -> torch.Tensor:
+        return self._measure(rows, lo, hi)
 
     def tally(self, row: int, hi: int, out: torch.Tensor, number: int) -> None:
         self._tally(row, hi, out, number)

@@ -14,6 +14,7 @@ from sglang_diffkv.kernels.rotate.reference import Rotation
 from sglang_diffkv.mem_pool.integrity import check_integrity
 from sglang_diffkv.ops.flash import FlashPrefill
 from sglang_diffkv.ops.triton import TritonOps
+from sglang_diffkv.policies import diffkv
 from sglang_diffkv.policies.base import Policy
 from sglang_diffkv.policies.uniform import UniformPolicy
 from tests.kernels.library import Library
@@ -120,6 +121,16 @@ def test_they_give_and_store_the_same(tiers: str, policy: Policy, rotated: str, 
     for got, wanted in zip(mine, expected, strict=True):
         assert close(got, wanted) < 1e-3
     assert len(stored) == len(known)
+    for got, wanted in zip(stored, known, strict=True):
+        assert got.shape == wanted.shape and close(got, wanted) < 1e-3
+
+
+def test_queries_that_observe_are_sampled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a prompt's tokens but the newest: who they are is told for each pass."""
+    monkeypatch.setattr(diffkv, "OBSERVERS", 5)
+    given = ("K8V4 K4V2", SAMPLED, BOTH, None)
+    _, stored = run(*given, bounded=True, sizes=(13, 32, TOKENS))
+    _, known = run(*given, bounded=False, sizes=(0, 0, 0))
     for got, wanted in zip(stored, known, strict=True):
         assert got.shape == wanted.shape and close(got, wanted) < 1e-3
 
