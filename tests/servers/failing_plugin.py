@@ -15,7 +15,13 @@ from tests.servers.shared import EVERY_STEP, START_TIMEOUT, check_idle
 
 @contextmanager
 def failing_server(
-    folder: Path, source: str, config: Mapping[str, Any], more_args: Sequence[str] = ()
+    folder: Path,
+    source: str,
+    config: Mapping[str, Any],
+    more_args: Sequence[str] = (),
+    *,
+    model: Path = NANO,
+    env: Mapping[str, str] | None = None,
 ) -> Iterator[Server]:
     """A server that checks itself after every step; at the end it must be alive and, flushed, hold no page.
 
@@ -23,7 +29,7 @@ def failing_server(
         folder: empty, for the plugin. source: of its module, whose ``register`` SGLang calls.
     """
     args = ["--max-total-tokens", "12000", "--chunked-prefill-size", "1024", *more_args]
-    env = {**EVERY_STEP, **install(folder, "failing_plugin", source)}
-    with Server(NANO, "diffkv", args, diffkv_config=config, env=env, timeout=START_TIMEOUT) as running:
+    env = {**EVERY_STEP, **(env or {}), **install(folder, "failing_plugin", source)}
+    with Server(model, "diffkv", args, diffkv_config=config, env=env, timeout=START_TIMEOUT) as running:
         yield running
         check_idle(running)

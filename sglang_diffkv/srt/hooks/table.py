@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 from sglang_diffkv.config import CHECK_ENV, CONFIG_ENV, load_config
@@ -166,10 +167,12 @@ def prepare_for_extend(original: Any, self: Any, *args: Any, **kwargs: Any) -> A
     try:
         with requests.refusing(self.reqs), requests.ledger.prefilling():
             requests.begin_states(self.reqs)
-            with compat.told_from_host(self.reqs):
+            compat.forget_logprobs(self.reqs)
+            taken = partial(compat.have_kv_slots, self.reqs)
+            with compat.told_from_host(self.reqs), self.token_to_kv_pool_allocator.handing_out(taken):
                 result = original(self, *args, **kwargs)
         requests.plan_prefill(self.reqs)
-        requests.mixed.prompts_planned()
+        requests.prefill_planned(self.reqs)
     except BatchRefused as refused:
         refused.batch = self
         raise
@@ -306,7 +309,7 @@ def change_weights(original: Any, self: Any, recv_req: Any) -> Any:
 
 
 def get_new_batch_prefill(original: Any, self: Any, running_batch: Any) -> Any:
-    """A batch that cannot be prepared ends the requests that are the cause; the others wait again. Those that made room
+    """A batch that cannot be prepared ends the request that is the cause; the others wait again. Those that made room
     for an urgent request which is not admitted wait again, too."""
     requests = requests_of(self)
     if requests is None:

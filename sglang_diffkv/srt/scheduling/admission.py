@@ -23,6 +23,8 @@ def add_one_req(original: Any, self: Any, req: Any, *args: Any, **kwargs: Any) -
         return AddReqResult.CONTINUE  # not added; others are asked meanwhile
     if requests.waits_to_be_restored(req):
         return AddReqResult.NO_TOKEN
+    if _apart(self, req):
+        return AddReqResult.OTHER
     ledger = requests.ledger
     running = [] if self.running_batch is None else self.running_batch.reqs
     if requests.fidelity.waits(req, [*running, *self.can_run_list], self.new_token_ratio):
@@ -69,6 +71,12 @@ def _ending_within(adder: Any, tokens: int | None) -> Iterator[None]:
     finally:
         adder.diffkv_cut = adder.rem_chunk_tokens < tokens
         adder.rem_chunk_tokens += allowed - tokens
+
+
+def _apart(adder: Any, req: Any) -> bool:
+    """Whether a request waits for a pass of its own, or those of this pass have one: a batch could not be prepared
+    because of one of its requests."""
+    return bool(adder.can_run_list) and any(getattr(x, "diffkv_apart", False) for x in (req, *adder.can_run_list))
 
 
 def _added(adder: Any, req: Any) -> bool:

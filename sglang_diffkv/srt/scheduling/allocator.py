@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -20,6 +22,7 @@ class DiffKVAllocator(TokenToKVPoolAllocator):
         self.requests = requests
         super().__init__(requests.ledger.capacity, dtype, device, kvcache, need_sort)
         requests.ledger.ask_for_kv_slots(self.kv_slots_free)
+        self._handed_out: list[torch.Tensor] | None = None
 
     @property
     def ledger(self) -> PageLedger:
@@ -41,7 +44,25 @@ class DiffKVAllocator(TokenToKVPoolAllocator):
     def alloc(self, need_size: int) -> torch.Tensor | None:
         if need_size > self.kv_slots_free():
             self.requests.tree.make_kv_slots(need_size)
-        return super().alloc(need_size)
+        slots: torch.Tensor | None = super().alloc(need_size)
+        if slots is not None and self._handed_out is not None:
+            self._handed_out.append(slots)
+        return slots
+
+    @contextmanager
+    def handing_out(self, taken: Callable[[], bool]) -> Iterator[None]:
+        """Inside, a batch gets KV slots. If that fails before its requests have ``taken`` them, they are free again."""
+        self._handed_out = []
+        try:
+            yield
+        except Exception:
+            slots, self._handed_out = self._handed_out, None
+            if not taken():
+                for lost in slots:
+                    self.free(lost)
+            raise
+        finally:
+            self._handed_out = None
 
 
 SERVED: dict[str, DiffKVAllocator] = {}

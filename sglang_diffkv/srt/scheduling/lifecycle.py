@@ -51,13 +51,17 @@ logger = logging.getLogger(__name__)
 
 
 class BatchRefused(RuntimeError):
-    """A prefill batch cannot be prepared because of some of its requests, the ``causes``."""
+    """A prefill batch cannot be prepared because of an ``error``.
 
-    def __init__(self, causes: list[Any], reason: str):
-        super().__init__(reason)
-        self.causes, self.reason = causes, reason
+    Attributes:
+        cause: the request that raises it; None for one of the batch that is not known.
+        batch: SGLang's batch, set by who prepares it.
+    """
+
+    def __init__(self, cause: Any, error: Exception):
+        super().__init__(str(error))
+        self.cause, self.error = cause, error
         self.batch: Any = None
-        """SGLang's batch, set by who prepares it."""
 
 
 @dataclass(frozen=True)
@@ -239,6 +243,13 @@ class RequestLifecycle:
         """A prefill of ``reqs`` is about to be prepared."""
         for part in self.listeners:
             part.prefill_begins(reqs)
+
+    def prefill_planned(self, reqs: list[Any]) -> None:
+        """A prefill of ``reqs`` is prepared and planned: those whose prompt ends there may be batched again."""
+        for req in reqs:
+            if compat.extend_end(req) == compat.prompt_len(req):
+                req.diffkv_apart = False
+        self.mixed.prompts_planned()
 
     def pass_launched(self) -> None:
         """The planned pass is on the stream, and no other behind it."""
@@ -441,9 +452,8 @@ class RequestLifecycle:
 
     @contextmanager
     def refusing(self, reqs: list[Any], req: Any = None) -> Iterator[None]:
-        """An error inside becomes BatchRefused: because of ``req``, of the request whose row has no table blocks, or,
-        where neither is known, of all. With several ranks only an error that all of them meet may, or they would
-        part."""
+        """An error inside becomes BatchRefused: because of ``req``, of the request whose row has no table blocks, or of
+        the only one of ``reqs``. With several ranks only an error that all of them meet may, or they would part."""
         try:
             yield
         except BatchRefused:
@@ -454,7 +464,8 @@ class RequestLifecycle:
             if not self.manager.ranks.alone and isinstance(error, torch.OutOfMemoryError):
                 raise
             logger.exception("DiffKV: a prefill batch cannot be prepared")
-            causes = [req] if req is not None else list(reqs)
+            if req is None and len(reqs) == 1:
+                (req,) = reqs
             if req is None and isinstance(error, TableFull):
-                causes = [x for x in reqs if compat.row_of(x) == error.row] or causes
-            raise BatchRefused(causes, str(error)) from error
+                req = next((x for x in reqs if compat.row_of(x) == error.row), None)
+            raise BatchRefused(req, error) from error

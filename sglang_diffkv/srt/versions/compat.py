@@ -598,11 +598,37 @@ def release_request(batch: Any, index: int) -> None:
     req.reset_for_retract()
 
 
+def put_back(batch: Any, index: int) -> None:
+    """As ``release_request``, of a request that is to wait as if it had not been admitted: what SGLang tells of it is
+    by its next pass over its prompt, and it does not count as retracted."""
+    req = batch.reqs[index]
+    count, stain = req.retraction_count, req.retracted_stain
+    release_request(batch, index)
+    req.retraction_count, req.retracted_stain = count, stain
+    if not stain:
+        req.cached_tokens, req._cache_breakdown_computed = 0, False
+
+
 def free_state(rows: Any, req: Any) -> None:
     """Give back the state slot of a request, if it has one: of a model with layers that do not attend. ``rows``:
     SGLang's table of requests."""
     if getattr(kv_of(req), "mamba_pool_idx", None) is not None:
         rows.free_mamba_cache(req)
+
+
+def forget_logprobs(reqs: Sequence[Any]) -> None:
+    """A batch of ``reqs`` is about to be prepared. Those that begin anew get all logprobs of their prompts again: a
+    prefill server may have met those of a chunk since they were released."""
+    for req in reqs:
+        if req.is_retracted:
+            req.input_token_logprobs = None
+            req.temp_input_top_logprobs_val = req.temp_input_top_logprobs_idx = None
+            req.temp_input_token_ids_logprobs_val = req.temp_input_token_ids_logprobs_idx = None
+
+
+def have_kv_slots(reqs: Sequence[Any]) -> bool:
+    """Whether the requests of a prefill batch know of the KV slots that SGLang has allocated for their next chunks."""
+    return any(_has_kv_slots(req) and req.kv.kv_allocated_len >= extend_end(req) for req in reqs)
 
 
 def _has_kv_slots(req: Any) -> bool:
@@ -635,13 +661,16 @@ def has_finished_well(req: Any) -> bool:
     return req.finished() and (req.finished_reason.to_json() or {}).get("type") != "abort"
 
 
-def finish_with_error(req: Any, message: str) -> None:
-    """End a running request with an error that its client sees."""
+def finish_with_error(req: Any, message: str, *, of_input: bool = False) -> None:
+    """End a running request with an error that its client sees. ``of_input``: it is about what the client has sent."""
     from http import HTTPStatus
 
     from sglang.srt.managers.schedule_batch import FINISH_ABORT
 
-    req.to_finish = FINISH_ABORT(message, HTTPStatus.INTERNAL_SERVER_ERROR, "InternalServerError")
+    if of_input:
+        req.to_finish = FINISH_ABORT(message, HTTPStatus.BAD_REQUEST, "BadRequestError")
+    else:
+        req.to_finish = FINISH_ABORT(message, HTTPStatus.INTERNAL_SERVER_ERROR, "InternalServerError")
 
 
 def reason_of_end(req: Any) -> str:

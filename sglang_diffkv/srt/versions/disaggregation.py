@@ -164,6 +164,13 @@ def nothing_pends(scheduler: Any, req: Any) -> None:
         scheduler.disagg_prefill_pending_chunk_rids.discard(req.rid)
 
 
+def await_chunks(scheduler: Any, req: Any, chunks: int) -> None:
+    """A request was released while the results of so many of its prompt's ``chunks`` are on their way. A prefill server
+    takes the results of a request that awaits none for those of its whole prompt."""
+    if scheduler.disaggregation_mode.value == "prefill":
+        req.inflight_middle_chunks = chunks
+
+
 def conclude_failure(sender: Any, reason: str) -> None:
     """Both servers end the request of a ``sender``. 0.5.17 cannot tell the decode server why."""
     manager, room = sender.kv_mgr, sender.bootstrap_room
