@@ -48,6 +48,7 @@ from sglang_diffkv.evaluate.prompts import load_tokenizer
 from sglang_diffkv.evaluate.server import ServerError
 from sglang_diffkv.evaluate.store import Store
 from sglang_diffkv.evaluate.summary import Result, summarise
+from sglang_diffkv.evaluate.table import percent
 from sglang_diffkv.evaluate.task import Task
 from sglang_diffkv.evaluate.tasks import TaskFileError
 
@@ -163,13 +164,13 @@ def load_graded(args: argparse.Namespace) -> Task:
 def table(stock: Result, search: Search[Setting, GridPoint], chosen: Setting | None) -> str:
     """The settings tried, as Markdown."""
     header = ["setting", "accuracy %", "to bf16", "ratio, tokens", "ratio, pages", "high / low / pruned %", "", ""]
-    rows = [[STOCK, f"{100 * stock.score.mean:.1f} ± {100 * stock.score.error:.1f}", "", "1", "1", "", "", ""]]
+    rows = [[STOCK, percent(stock.score), "", "1", "1", "", "", ""]]
     for setting, x in search.tried.items():
         rows.append(
             [
                 setting.name,
-                f"{100 * x.accuracy:.1f} ± {100 * x.accuracy_error:.1f}",
-                f"{100 * x.difference:+.1f} ± {100 * x.difference_error:.1f} (p = {x.p:.2g})",
+                report.with_error(100 * x.accuracy, 100 * x.accuracy_error, ".1f", x.n),
+                f"{report.with_error(100 * x.difference, 100 * x.difference_error, '+.1f', x.n)} (p = {x.p:.2g})",
                 f"{x.ratio_tokens:.3f}",
                 f"{x.ratio_pages:.3f}",
                 report.shares_cell(x.model_dump(), digits=1),

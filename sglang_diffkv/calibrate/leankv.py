@@ -277,7 +277,7 @@ def lines(
 
 def points(x: Accuracy) -> str:
     """The difference to bf16 in points."""
-    return f"{100 * x.difference:+.1f} ± {100 * x.difference_error:.1f}"
+    return report.with_error(100 * x.difference, 100 * x.difference_error, "+.1f", x.n)
 
 
 def grid_table(calibration: LeanCalibration, search: Search[LeanSetting, LeanPoint]) -> str:

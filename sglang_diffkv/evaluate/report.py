@@ -52,6 +52,13 @@ def paired_error(first: Sequence[bool], second: Sequence[bool]) -> float:
     return math.sqrt(lost + won - (won - lost) ** 2 / n) / n if n else math.nan
 
 
+def with_error(mean: float, error: float, form: str, n: int | None = None) -> str:
+    """A number and its standard error. Alone where that is not known, or ``n`` is 1: one sample has no spread."""
+    if n == 1 or math.isnan(error):
+        return f"{mean:{form}}"
+    return f"{mean:{form}} ± {error:{form.removeprefix('+')}}"
+
+
 def totals(stats: dict[str, Any] | None, key: str = "finished") -> dict[str, float] | None:
     """The cumulative totals over finished requests in a server's statistics, or None."""
     if not stats or key not in stats:

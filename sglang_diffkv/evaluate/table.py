@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from sglang_diffkv import page
-from sglang_diffkv.evaluate.report import KEPT_CACHE, markdown, shares_cell
+from sglang_diffkv.evaluate.report import KEPT_CACHE, markdown, shares_cell, with_error
 from sglang_diffkv.evaluate.summary import CacheFigures, Closeness, Difference, Estimate, Result
 
 CLOSENESS_HEADER = ("KL to the first, nats", "same likeliest token %")
@@ -115,7 +115,7 @@ def _length_table(name: str, results: Sequence[Result]) -> Section | None:
     for key in groups:
         there = [found.get(key) for _, found in told]
         positions = max(x.positions for x in there if x)
-        cells = [f"{x.divergence.mean:.5f} ± {x.divergence.error:.5f}" if x else "" for x in there]
+        cells = [_nats(x.divergence) if x else "" for x in there]
         rows.append([f"{key[0]:,} to {key[1] - 1:,}", f"{positions:,}", *cells])
     header = ["tokens before", "positions", *(r.configuration for r, _ in told)]
     return Section(f"{name}: KL to the first by length, nats", header, rows)
@@ -123,7 +123,11 @@ def _length_table(name: str, results: Sequence[Result]) -> Section | None:
 
 def percent(estimate: Estimate | None) -> str:
     """A share in per cent with its standard error."""
-    return f"{100 * estimate.mean:.1f} ± {100 * estimate.error:.1f}" if estimate else ""
+    return with_error(100 * estimate.mean, 100 * estimate.error, ".1f", estimate.n) if estimate else ""
+
+
+def _nats(estimate: Estimate) -> str:
+    return with_error(estimate.mean, estimate.error, ".5f", estimate.n)
 
 
 def _accuracy_cells(result: Result) -> list[str]:
@@ -135,15 +139,15 @@ def points(change: Difference | None) -> str:
     """A difference of shares in points, with its standard error and test."""
     if change is None:
         return ""
-    return f"{100 * change.mean:+.1f} ± {100 * change.error:.1f} (+{change.won} -{change.lost}, p = {change.p:.2g})"
+    mean = with_error(100 * change.mean, 100 * change.error, "+.1f", change.n)
+    return f"{mean} (+{change.won} -{change.lost}, p = {change.p:.2g})"
 
 
 def closeness_cells(found: Closeness | None) -> list[str]:
     """Divergence and agreement with their standard errors."""
     if found is None:
         return [""] * len(CLOSENESS_HEADER)
-    kl = found.divergence
-    return [f"{kl.mean:.5f} ± {kl.error:.5f}", percent(found.agreement)]
+    return [_nats(found.divergence), percent(found.agreement)]
 
 
 def _perplexity_cells(result: Result) -> list[str]:
@@ -152,10 +156,10 @@ def _perplexity_cells(result: Result) -> list[str]:
     text = ""
     if change is not None:
         ratio = math.exp(change.mean)
-        text = f"{100 * (ratio - 1):+.2f} ± {100 * ratio * change.error:.2f} % (+{change.won} -{change.lost}, "
-        text += f"p = {change.p:.2g})"
-    bits = f"{score.mean / math.log(2):.4f} ± {score.error / math.log(2):.4f}"
-    return [f"{perplexity:.3f} ± {perplexity * score.error:.3f}", bits, text]
+        text = with_error(100 * (ratio - 1), 100 * ratio * change.error, "+.2f", change.n)
+        text += f" % (+{change.won} -{change.lost}, p = {change.p:.2g})"
+    bits = with_error(score.mean / math.log(2), score.error / math.log(2), ".4f", score.n)
+    return [with_error(perplexity, perplexity * score.error, ".3f", score.n), bits, text]
 
 
 def _cache_cells(cache: CacheFigures | None) -> list[str]:
@@ -177,7 +181,8 @@ def _mean_table(suites: Sequence[str], results: Sequence[Result]) -> Section:
         if len(mine) == len(suites):
             scores = list(mine.values())
             mean = sum(x.mean for x in scores) / len(scores)
-            error = math.sqrt(sum(x.error**2 for x in scores)) / len(scores)
+            known = all(x.n > 1 for x in scores)
+            error = math.sqrt(sum(x.error**2 for x in scores)) / len(scores) if known else math.nan
             cells.append(percent(Estimate(n=sum(x.n for x in scores), mean=mean, error=error)))
         rows.append([configuration, *cells, *[""] * (len(suites) + 1 - len(cells))])
     return Section(f"{title} %, mean over task files", ["configuration", *suites, "mean"], rows)

@@ -246,6 +246,20 @@ def test_distributions_are_compared_with_the_first_ones(tmp_path, capsys):
     assert "KL" not in capsys.readouterr().out
 
 
+def test_one_question_has_no_spread(tmp_path, capsys):
+    def tops(position):
+        return [(-0.1, 1), (-2.5, 2), (-4.0, 3)]
+
+    asked = ("--task", REFERENCE, "--task", PROSE, *WINDOWS, "--top-logprobs", "3", "--n", "1")
+    with FakeServer(replies(), share=None, tops=tops) as stock, FakeServer(replies(), tops=tops) as ours:
+        assert run(stock, tmp_path, "stock", *asked) == 0
+        assert run(ours, tmp_path, "ours", *asked) == 0
+    out = capsys.readouterr().out
+    assert "| ours | 1 | 100.0 |  | +0.0 (+0 -0, p = 1) |" in out
+    assert "±" not in out and "nan" not in out
+    assert "±" not in (tmp_path / "report.html").read_text()
+
+
 def test_perplexity_without_a_prefix_hit_is_refused(tmp_path, capsys):
     with FakeServer(caches=False) as fake:
         assert run(fake, tmp_path, "a", "--task", PROSE, *WINDOWS) == 1

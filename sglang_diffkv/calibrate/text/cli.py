@@ -164,9 +164,9 @@ def table(points: Mapping[Setting, TextPoint], chosen: Setting | None, budget: T
 def figures(x: TextPoint) -> list[str]:
     """The three losses with their standard errors."""
     return [
-        f"{x.divergence:.5f} ± {x.divergence_error:.5f}",
-        f"{100 * x.agreement:.1f} ± {100 * x.agreement_error:.1f}",
-        f"{100 * x.perplexity_change:+.2f} ± {100 * x.perplexity_change_error:.2f}",
+        report.with_error(x.divergence, x.divergence_error, ".5f"),
+        report.with_error(100 * x.agreement, 100 * x.agreement_error, ".1f"),
+        report.with_error(100 * x.perplexity_change, 100 * x.perplexity_change_error, "+.2f"),
     ]
 
 
