@@ -144,6 +144,10 @@ TARGETS: Targets = {
         WEIGHTS + "begin_weight_update",
         WEIGHTS + "end_weight_update",
     ),
+    "change_store": (
+        SCHEDULER + "attach_hicache_storage_wrapped",
+        SCHEDULER + "detach_hicache_storage_wrapped",
+    ),
     "validate_beams": SRT + "beam_search.coordinator.BeamCoordinator.validate_and_init",
     # Reports
     "get_internal_state": SCHEDULER + "get_internal_state",

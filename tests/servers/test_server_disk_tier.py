@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -38,12 +38,17 @@ CLASS = {
 """A backend of SGLang's as one that a user names."""
 
 
-def start(folder: Path, store: str = "file", extra: dict[str, Any] = EXTRA, policy: str = "wait_complete") -> Server:
+def start(
+    folder: Path,
+    store: str = "file",
+    extra: dict[str, Any] = EXTRA,
+    policy: str = "wait_complete",
+    more: Sequence[str] = (),
+) -> Server:
     """A server over the folder."""
     chosen = ("--hicache-storage-backend", store, "--hicache-storage-prefetch-policy", policy)
-    args = tier(
-        "write_through", *chosen, "--enable-metrics", "--hicache-storage-backend-extra-config", json.dumps(extra)
-    )
+    extra_config = ("--hicache-storage-backend-extra-config", json.dumps(extra))
+    args = tier("write_through", *chosen, "--enable-metrics", *extra_config, *more)
     env = {**STRICT, "SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR": str(folder)}
     server = Server(NANO, "diffkv", args, diffkv_config=LOSSLESS, env=env, timeout=START_TIMEOUT)
     server.start()
@@ -135,3 +140,20 @@ def test_servers_find_each_other_s_prefixes_in_a_store(tmp_path: Path, stopped: 
     check_tokens([back], [other], "and back")
     assert where["storage"] >= 140 and report(first)["errors"] == report(second)["errors"] == 0
     check_metrics(second)
+
+
+def test_a_store_stays(tmp_path: Path, stopped: list[Server]) -> None:
+    """Who detaches it, or attaches another, is told so; and it does stay."""
+    server = start(tmp_path, more=["--admin-api-key", "s3cret"])
+    stopped.append(server)
+    url, headers = f"{server.url}/hicache/storage-backend", {"Authorization": "Bearer s3cret"}
+    ask(server, PROMPTS[0])
+    for answer in (
+        requests.delete(url, headers=headers, timeout=60),
+        requests.put(url, headers=headers, json={"hicache_storage_backend": "file"}, timeout=60),
+    ):
+        assert answer.status_code == 400 and "named when the server starts, and stays" in answer.text
+        assert "not enabled" not in answer.text
+    written(server, 1)
+    assert server.flush_cache() is None
+    assert ask(server, PROMPTS[0])[1]["storage"] >= 140

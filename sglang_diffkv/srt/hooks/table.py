@@ -305,6 +305,21 @@ def change_weights(original: Any, self: Any, recv_req: Any) -> Any:
     return original(self, recv_req)
 
 
+STORE_STAYS = (
+    "DiffKV: the store behind the prefix cache is named when the server starts, and stays. To change it, start the "
+    "server again with another --hicache-storage-backend, or without one."
+)
+
+
+def change_store(original: Any, self: Any, recv_req: Any) -> Any:
+    """A store is to be attached or detached. SGLang knows of no hierarchical cache here, and would say that there is
+    none."""
+    result = original(self, recv_req)
+    if requests_of(self) is not None and not result.success:
+        result.message = STORE_STAYS
+    return result
+
+
 # The scheduler's loop
 
 
@@ -527,6 +542,7 @@ _HERE = (
     get_internal_state,
     pause_generation,
     change_weights,
+    change_store,
     validate_beams,
     get_total_uncached_sizes,
     get_decode_usage_msg_parts,
