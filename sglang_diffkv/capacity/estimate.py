@@ -39,7 +39,8 @@ class Row:
     Attributes:
         token_bytes: of a request at its end, pages and their free slots included, by its tokens. of_bf16: to bf16's.
         capacity: tokens of the pool in its own unit, of the high tier here: ``max_total_num_tokens``.
-        tokens: that fit of requests at their ends. rows: requests that SGLang lets run.
+        tokens: that fit of requests at their ends. rows: requests that SGLang lets run. table_ends: whether no more run
+            because SGLang's table of requests, by its own rule, has no more rows.
         shares: of the tokens outside window and sinks, by tier; None for SGLang's own caches.
         assumed: whether these were measured elsewhere or given. speed: None without a GPU. hits: None without a trace.
     """
@@ -50,6 +51,7 @@ class Row:
     capacity: int
     tokens: int
     rows: int
+    table_ends: bool
     running: Running
     shares: tuple[float, ...] | None
     assumed: bool
@@ -97,6 +99,7 @@ def _row(setting: Setting, model: Model, gpu: Gpu | None, budget: Budget, load: 
         capacity=holding.capacity,
         tokens=int(holding.capacity * length / holding.tokens(load.prompt, load.reply)),
         rows=rows,
+        table_ends=most is None and at_once.together == rows,
         running=at_once,
         shares=shares,
         assumed=assumed,
@@ -129,6 +132,12 @@ def assumptions(rows: list[Row], model: Model, gpu: Gpu | None, load: Load, trac
         "at once: requests that begin together and reach their ends, none retracted. staggered: mean of those that "
         "begin one after another while others wait. Prefixes that requests share come on top."
     )
+    if ended := [x for x in rows if x.table_ends]:
+        ends = ", ".join(f"at {count:,} ({_named(ended, count)})" for count in sorted({x.rows for x in ended}))
+        said.append(
+            f"SGLang's table of requests ends {ends}: no more run at once, though more may fit. "
+            "--max-running-requests gives the table more rows."
+        )
     if model.spans:
         sliding = sum(map(bool, model.spans))
         said.append(
@@ -170,6 +179,11 @@ def _speed_basis(gpu: Gpu, load: Load) -> str:
     else:
         basis += "; with prompts: each request computes its whole prompt"
     return basis + (f"; {load.ranks} ranks were not measured" if load.ranks > 2 else "") + "."
+
+
+def _named(rows: list[Row], count: int) -> str:
+    """Settings with so many rows in SGLang's table."""
+    return ", ".join(x.setting.name for x in rows if x.rows == count)
 
 
 def _tiers(row: Row) -> str:

@@ -290,6 +290,19 @@ def test_more_requests_than_graphs_is_told(llama: Model, capsys: pytest.CaptureF
         assert ("Beyond 256 requests SGLang decodes without CUDA graphs" in said) == told
 
 
+def test_the_end_of_sglang_s_table_of_requests_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    """Where it is what bounds those that run, and not memory, nor what was asked for."""
+    args = ["--model", str(NANO), "--reply", "32", "--context", "64"]
+    for more, told in ((["--kv-gib", "40"], True), (["--kv-gib", ".02"], False)):
+        found = plan_json(capsys, *args, *more)
+        said = " ".join(found["assumptions"])
+        assert ("SGLang's table of requests ends at 4,096 (bf16, fp8_e4m3, default" in said) == told
+        assert (found["settings"]["default"]["running_together"] == 4096) == told
+    found = plan_json(capsys, *args, "--kv-gib", "40", "--max-running-requests", "9000")
+    assert found["settings"]["default"]["running_together"] == 9000
+    assert "table of requests" not in " ".join(found["assumptions"])
+
+
 def test_budgets(llama: Model) -> None:
     gpu = GPUS["h100-80gb"]
     one, two = (budget_of(llama, gpu, ranks).cache for ranks in (1, 2))
