@@ -60,6 +60,8 @@ READING, READ = "reading.txt", 4096
 """The text of the key means, and tokens of it that are read at most: as a server does."""
 FP8, FP8_FLASH = "fp8_e4m3", "fp8_e4m3 by FlashAttention-3"
 ROUNDING = "rounded again"
+KEPT_BYTES = 1 << 30
+"""Of passages' distributions as computed, which are kept from one try of configurations to the next."""
 IN_8_BITS = "fa3_fp8"
 """``prefill`` of configurations whose prompts attend in 8 bits. They are judged so however short a prompt is."""
 
@@ -150,6 +152,7 @@ class Judge:
 
     def __init__(self, path: str, tokenizer: str | None, *, float32: bool = False):
         self.reading = Reading()
+        self._as_computed: dict[tuple[int, ...], torch.Tensor] = {}
         self.model = load(path, self.reading.attend)
         if float32:
             self.model.float()
@@ -196,9 +199,18 @@ class Judge:
         given = torch.tensor([list(ids)], device=self.model.device)
         return self.model(given, use_cache=False, logits_to_keep=positions).logits[0].float()
 
+    def as_computed(self, ids: Sequence[int]) -> torch.Tensor:
+        """``logits`` with nothing rounded. They are read once, while ``KEPT_BYTES`` have room for them."""
+        found = self._as_computed.get(tuple(ids))
+        if found is None:
+            found = self.logits(ids, AS_COMPUTED)
+            if sum(x.nbytes for x in (found, *self._as_computed.values())) <= KEPT_BYTES:
+                self._as_computed[tuple(ids)] = found.cpu()
+        return found.to(self.model.device)
+
     def losses(self, ids: Sequence[int], ways: Mapping[str, Stored]) -> dict[str, torch.Tensor]:
         """KL in nats of each way to store a passage, at the scored positions [M]."""
-        reference = self.logits(ids, AS_COMPUTED)
+        reference = self.as_computed(ids)
         return {name: divergence(reference, self.logits(ids, stored)).cpu() for name, stored in ways.items()}
 
     def on(self, passages: Sequence[Sequence[int]], ways: Mapping[str, Stored], what: str = "") -> Losses:

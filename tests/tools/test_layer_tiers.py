@@ -15,7 +15,7 @@ import torch
 from benchmarks.paths import NANO
 from benchmarks.quality.random_windows import WINDOW, make_gemma3, make_gpt_oss
 from sglang_diffkv import ladder, layer_tiers
-from sglang_diffkv.attention.emulated import Stored
+from sglang_diffkv.attention.emulated import AS_COMPUTED, Fp8, Stored
 from sglang_diffkv.calibrate import emulated, tiers
 from sglang_diffkv.config import load_config
 from sglang_diffkv.evaluate.endpoint import EvaluationError
@@ -142,6 +142,30 @@ def test_the_tool_holds_the_limit(text: Path, capsys: pytest.CaptureFixture[str]
         assert "On 1 other passages" in said and "| chosen |" in said and "--diffkv-config" in said
         sizes.append(float(said.split(" of bf16's bytes")[0].split()[-1]))
     assert sizes[0] > sizes[1]
+
+
+def test_what_nothing_rounds_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For all tries, as far as there is room for it; losses are the same."""
+    monkeypatch.setattr(emulated, "READ", 512)
+    judge = emulated.Judge(str(NANO), None)
+    passages = [list(range(10 + x, 10 + x + ladder.LEAST_TOKENS)) for x in range(2)]
+    read: list[Stored] = []
+    logits = judge.logits
+
+    def counted(ids: Sequence[int], stored: Stored) -> torch.Tensor:
+        read.append(stored)
+        return logits(ids, stored)
+
+    monkeypatch.setattr(judge, "logits", counted)
+    tries = [judge.on(passages, {emulated.FP8: Fp8()})[emulated.FP8] for _ in range(3)]
+    assert len([x for x in read if x is AS_COMPUTED]) == 2
+    monkeypatch.setattr(emulated, "KEPT_BYTES", judge.as_computed(passages[0]).nbytes)
+    judge._as_computed.clear()
+    read.clear()
+    tries += [judge.on(passages, {emulated.FP8: Fp8()})[emulated.FP8] for _ in range(3)]
+    assert len([x for x in read if x is AS_COMPUTED]) == 4, "there is room for one"
+    for found in tries[1:]:
+        assert all(torch.equal(x, y) for a, b in zip(found, tries[0]) for x, y in zip(a, b))
 
 
 def test_layers_that_slide_hold_less(text: Path, tmp_path: Path) -> None:
