@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import requests
 
+from benchmarks.quality.random_adapters import adapter_args, make_adapters
 from sglang_diffkv.evaluate.server import Server
 from tests.helpers import until
 from tests.servers.failing_plugin import failing_server
@@ -25,6 +26,8 @@ from tests.servers.shared import EVERY_STEP, SHALLOW, check_idle, stats_of, toke
 
 pytestmark = pytest.mark.server
 _, DISAGGREGATED = MARKS
+
+UNPINNED = Path(__file__).parents[1] / "data" / "unpinned"
 
 HOLDS = 61
 """A prompt of so many tokens holds the scheduler up, and what comes meanwhile is batched."""
@@ -212,6 +215,22 @@ def test_replies_under_way(server: Server) -> None:
         assert reply.result().json()["meta_info"]["completion_tokens"] == 120
     check_well(first)
     check_raised(second, BETWEEN)
+
+
+def test_an_adapter_can_be_unloaded(tmp_path: Path) -> None:
+    """SGLang waits for all requests that have it to end, and notices that of one that raised."""
+    (tmp_path / "plugin").mkdir()
+    make_adapters(tmp_path / "adapters")
+    args = ("--disable-cuda-graph", *adapter_args(tmp_path / "adapters"), "--lora-backend", "torch_native")
+    path = os.pathsep.join([str(UNPINNED), os.environ.get("PYTHONPATH", "")])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", path)
+        with failing_server(tmp_path / "plugin", PLUGIN, {}, args) as server:
+            first, second = together(server, [tokens(50, 75), tokens(SAMPLING, 76)], lora_path="a")
+            check_well(first)
+            assert second.status_code == 500 and RAISED[SAMPLING][1] in second.text
+            unloaded = server.post("/unload_lora_adapter", {"lora_name": "a"}, timeout=60.0)
+            assert unloaded.ok and unloaded.json()["success"]
 
 
 def test_states(tmp_path: Path) -> None:

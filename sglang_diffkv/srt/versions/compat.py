@@ -662,12 +662,13 @@ def has_finished_well(req: Any) -> bool:
 
 
 def finish_with_error(req: Any, message: str, *, of_input: bool = False) -> None:
-    """End a running request with an error that its client sees. ``of_input``: it is about what the client has sent."""
+    """End a running request with an error that its client sees. ``of_input``: it is about what the client has sent.
+    Releases before 0.5.23 would not notice that a request with an adapter ends so, and never unload the adapter."""
     from http import HTTPStatus
 
     from sglang.srt.managers.schedule_batch import FINISH_ABORT
 
-    if of_input:
+    if of_input and getattr(req, "lora_id", None) is None:
         req.to_finish = FINISH_ABORT(message, HTTPStatus.BAD_REQUEST, "BadRequestError")
     else:
         req.to_finish = FINISH_ABORT(message, HTTPStatus.INTERNAL_SERVER_ERROR, "InternalServerError")
