@@ -54,7 +54,7 @@ def register():
 
     def check(prompts, length, error):
         if length in prompts:
-            print("injected among", len(prompts), flush=True)
+            print(f"injected among {{len(prompts)}}", flush=True)
             raise error
 
     def rows_(self, reqs):
