@@ -599,8 +599,8 @@ def release_request(batch: Any, index: int) -> None:
 
 
 def put_back(batch: Any, index: int) -> None:
-    """As ``release_request``, of a request that is to wait as if it had not been admitted: what SGLang tells of it is
-    by its next pass over its prompt, and it does not count as retracted."""
+    """As ``release_request``, of a request that is to wait as if it had not been admitted. It does not count as
+    retracted, and its cached tokens are counted when it is admitted again."""
     req = batch.reqs[index]
     count, stain = req.retraction_count, req.retracted_stain
     release_request(batch, index)
