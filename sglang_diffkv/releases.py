@@ -43,8 +43,8 @@ class Release:
         on_cpu, on_gpu: the packages with which it was tested there; None: not tested there, so refused.
         seen_on_gpu: of what is refused on GPUs elsewhere, what was compared with stock there: ``drafts``, ``trees of a
             model's drafts`` (EAGLE's), ``states``, ``states of a gated delta rule`` alone, ``drafts beside states`` (of
-            the model's own layer), ``prefill graphs``, ``prefill graphs beside n-grams``. ``two servers``: one computes
-            prompts, another goes on; ``two servers of several ranks``.
+            the model's own layer), ``prefill graphs``, ``prefill graphs beside n-grams``, ``whole passes over prompts``
+            (in one graph). ``two servers``: one computes prompts, another goes on; ``two servers of several ranks``.
         targets: hooks whose target differs from ``TARGETS``. classes: classes that are not where ``CLASSES`` says.
         tree: the prefix cache's insertion methods, a class of ``srt/tree/sglang_methods.py``.
         row_on_request: a request has its row and lengths itself, and not in ``req.kv``.

@@ -53,7 +53,8 @@ class BoundedWrapper(ExtendWrapper):
 
     def fits(self, prefixes: Sequence[int], counts: Sequence[int]) -> bool:
         """Whether requests with so many stored and new tokens make a pass that it may be told of."""
-        return len(counts) <= self.requests and sum(prefixes) <= self.known.stored and sum(counts) <= self.known.tokens
+        held = len(counts) <= self.requests and sum(prefixes) <= self.known.stored and sum(counts) <= self.known.tokens
+        return held and not self.ops.rounds_prompts(prefixes, counts)
 
     def give(self, rows: Sequence[int], prefixes: Sequence[int], counts: Sequence[int], prompts: Sequence[int]) -> None:
         """What the pass is that is launched next: rows, their stored and new tokens, and where their prompts end."""

@@ -52,6 +52,10 @@ class WholeRequests:
     room: tuple[torch.Tensor, torch.Tensor] | None = None
 
 
+BEHIND = 256
+"""Places behind the last request that a library may read with those of its last tokens: of its largest tile."""
+
+
 @dataclass(frozen=True)
 class BoundedPass:
     """What a pass over few new tokens is, at fixed addresses on the device, so that a CUDA graph can hold it.
@@ -177,8 +181,8 @@ class Step:
         """An extend step of ``tokens`` new tokens, those that fill up a pass included. Numbers on the host are bounds.
 
         Launches kernels only, which read what ``known`` holds by then. Padding is a request of its own for attention
-        alone: it attends to places behind all others, and its results are of no use. Nothing is stored for it, and no
-        stored token gets a score. ``heads``: KV heads.
+        alone, which gives it zeros: it attends to places behind all others, in which zeros are written. Nothing is
+        stored for it, and no stored token gets a score. ``heads``: KV heads.
         """
         rows, prefix_lens, extend_lens, since, every = known.given.unbind()
         device = rows.device
@@ -213,6 +217,9 @@ class Step:
             ends=(query_ends.int(), key_ends.int()),
         )
         step.starts = starts
+        behind = seq_ends[-1:] + torch.arange(max(tokens, BEHIND), device=device)
+        for x in known.room:  # places of requests are written by each layer, behind this
+            x.index_fill_(0, behind.clamp_(max=len(x) - 1), 0)
         return step
 
     @classmethod
@@ -304,6 +311,10 @@ class Ops(ABC):
     @abstractmethod
     def decode_step(self, rows: torch.Tensor, seq_lens: torch.Tensor) -> Step:
         """A decode step over rows and seq_lens, [B] integers, whose values ``begin`` reads."""
+
+    def rounds_prompts(self, prefixes: Sequence[int], counts: Sequence[int]) -> bool:
+        """Whether a pass over prompts with so many stored and new tokens attends in 8 bits."""
+        return False
 
     @abstractmethod
     def begin(self, step: Step, decode: bool, *, attends: bool = True) -> None:

@@ -90,16 +90,20 @@ class FlashPrefill:
         key_lens = step.counts if step.whole is None else step.whole.lens
         self._longest = max(step.counts), max(key_lens)
         self._counts, self._parts = step.counts, {}
-        if step.ends is not None:  # of passes that are too short for 8 bits
+        if step.ends is not None:  # of a pass that is not for 8 bits
             self._ends, self._converts = step.ends, False
             return
-        work = sum(count * keys for count, keys in zip(step.counts, key_lens, strict=True))
-        self._converts = self._eight_bits and work >= max(LEAST_WORK, LEAST_QUERIES * sum(key_lens))
+        self._converts = self.rounds(step.counts, key_lens)
         self._ends = None
         if len(step.counts) > 1:  # a single request needs no table of ends, nor the launch that reads it
             ends = torch.tensor([(0, *step.counts), (0, *key_lens)]).cumsum(1)
             queries, keys = to_device(ends, step.rows.device).int()
             self._ends = queries, keys
+
+    def rounds(self, counts: Sequence[int], key_lens: Sequence[int]) -> bool:
+        """Whether a pass attends in 8 bits, of requests with so many new tokens and so many in all."""
+        work = sum(count * keys for count, keys in zip(counts, key_lens, strict=True))
+        return self._eight_bits and work >= max(LEAST_WORK, LEAST_QUERIES * sum(key_lens))
 
     def run(
         self, q: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: Scaling, *, lse: bool = True

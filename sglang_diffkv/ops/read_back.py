@@ -21,7 +21,7 @@ FEW_TOKENS = 2048
 stay; and the host, which such passes wait for, takes it once."""
 
 FEW_REQUESTS = 2
-"""That a bounded pass shares the GPU's programs between: as a rule it has no more."""
+"""That a bounded pass is expected to have. The GPU's programs are shared out among so many."""
 
 
 def heads_hold_all(policy: Policy, tiers: int) -> bool:

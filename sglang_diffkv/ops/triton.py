@@ -178,6 +178,10 @@ class TritonOps(Ops):
             return "layers have attention sinks"
         return "" if self._heads_hold_all else "heads of a request hold different tokens"
 
+    def rounds_prompts(self, prefixes: Sequence[int], counts: Sequence[int]) -> bool:
+        lens = [stored + new for stored, new in zip(prefixes, counts, strict=True)]
+        return isinstance(self.ragged, FlashPrefill) and self.ragged.rounds(counts, lens)
+
     def decode_batches(self, most: int) -> list[int]:
         """Sizes of decode steps up to ``most`` requests that between them launch every kernel any of them does."""
         state, searches, found = self.state, self.policy.searches_steps, []

@@ -30,12 +30,12 @@ REQUESTS = 32
 """Of a pass, at most."""
 ROOM_BYTES = 256 << 20
 """For keys and values of all tokens that a pass attends to: 65,536 of Llama-3-8B's."""
-STEP = 0.8
+RATIO = 0.8
 """Of two sizes of graphs that follow one another, the smaller is at most this part of the larger."""
 
 
 class Graph(Protocol):
-    """Of CUDA, or several with what runs between them."""
+    """A CUDA graph, or several and what runs between them."""
 
     def replay(self) -> None: ...
 
@@ -45,64 +45,64 @@ class WholePasses:
 
     Args:
         manager: of the pages. wrapper: what the graphs hold of attention.
+
+    Attributes:
+        counts: passes for which SGLang has graphs, by what was replayed.
     """
 
     def __init__(self, manager: PageManager, wrapper: BoundedWrapper):
         self.manager, self.wrapper = manager, wrapper
         self.graphs: dict[int, Graph] = {}
         self.counts = {"whole": 0, "between_layers": 0}
-        self._chosen: Graph | None = None
-        self._launched: LaunchedStep | None = None
+        self._chosen: tuple[Graph, LaunchedStep] | None = None
 
     @classmethod
     def create(cls, manager: PageManager, form: dict[str, Any], max_tokens: int) -> WholePasses | None:
         """None, saying why, where passes cannot be held so. ``form``: of the wrappers. ``max_tokens``: of a request."""
-        from sglang_diffkv.ops.triton import TritonOps
-
-        ops, state = manager.ops, manager.state
-        obstacle = ops.bounded_obstacle() if isinstance(ops, TritonOps) else "kernels are not Triton's"
-        if manager.drafts:
-            obstacle = "they were not tried with drafts"
-        if not obstacle and compat.sglang_version() not in GPU_VERSIONS and not os.environ.get(compat.UNTRIED_ENV):
-            obstacle = f"they were not tried on a GPU with SGLang {compat.sglang_version()}"
+        state = manager.state
+        token_bytes = state.num_heads * (state.fmt.head_dim + state.fmt.v_head_dim) * state.dtype.itemsize
+        stored = min(ROOM_BYTES // token_bytes - TOKENS, REQUESTS * max_tokens)
+        size = max(stored + TOKENS, 0) * token_bytes >> 20
+        obstacle = _obstacle(manager) or ("tokens are too large" if stored <= 0 else "")
+        if not obstacle:
+            try:
+                sizes = {"requests": REQUESTS, "tokens": TOKENS, "stored": stored}
+                passes = cls(manager, BoundedWrapper(manager.ops, **sizes, **form))
+            except torch.OutOfMemoryError:
+                obstacle = f"no {size} MiB are left"
         if obstacle:
             logger.info("DiffKV: the host launches attention of all passes over prompts: %s", obstacle)
             return None
-        token_bytes = state.num_heads * (state.fmt.head_dim + state.fmt.v_head_dim) * state.dtype.itemsize
-        stored = min(ROOM_BYTES // token_bytes - TOKENS, REQUESTS * max_tokens)
-        if stored <= 0:
-            logger.info("DiffKV: the host launches attention of all passes over prompts: tokens are too large")
-            return None
-        size = (stored + TOKENS) * token_bytes >> 20
         logger.info(
-            "DiffKV: passes over up to %d new tokens, with %d stored, are a CUDA graph each; %d MiB for them", TOKENS,
-            stored, size,
+            "DiffKV: passes over up to %d new tokens, with %d stored, are a CUDA graph each; %d MiB beside the cache "
+            "are for them", TOKENS, stored, size,
         )  # fmt: skip
-        sizes = {"requests": REQUESTS, "tokens": TOKENS, "stored": stored}
-        return cls(manager, BoundedWrapper(ops, **sizes, **form))
+        return passes
 
     def wants(self, tokens: int) -> bool:
         """Whether a graph of so many tokens is worth its memory. SGLang captures larger sizes first."""
-        return tokens <= TOKENS and (not self.graphs or tokens <= STEP * min(self.graphs))
+        return tokens <= TOKENS and (not self.graphs or tokens <= RATIO * min(self.graphs))
 
     def add(self, tokens: int, record: Callable[[], Graph]) -> None:
         """A graph of passes of up to so many new tokens. ``record`` makes it, while ``wrapper`` is what layers call."""
         self.wrapper.bound(tokens)
-        self._launched = self._chosen = None
         self.graphs[tokens] = record()
 
     def choose(self, tokens: int, counts: list[int]) -> bool:
         """Whether the planned pass is the next replay of a graph here; its numbers are on their way then, and its table
         blocks. ``tokens``: new ones, with those that fill it up to one of SGLang's sizes. ``counts``: without."""
-        self._chosen = self._launched = None
+        self._chosen = None
         size = min((size for size in self.graphs if size >= tokens), default=None)
         step = self.manager.counts.upcoming
-        chosen = size is not None and step is not None and step.new_tokens == counts and self._fits(step)
-        self.counts["whole" if chosen else "between_layers"] += 1
-        if not chosen or size is None or step is None:
+        if size is None or step is None or step.new_tokens != counts or not self._fits(step):
+            self.counts["between_layers"] += 1
             return False
-        self._launched, self._chosen = self.manager.launch_step(), self.graphs[size]
-        self.wrapper.give(step.rows, step.start, step.new_tokens, step.prompts or self._ends(step))
+        self.counts["whole"] += 1
+        launched = self.manager.launch_step()
+        assert launched is not None
+        ends = [start + count for start, count in zip(step.start, step.new_tokens, strict=True)]
+        self.wrapper.give(step.rows, step.start, step.new_tokens, step.prompts or ends)
+        self._chosen = self.graphs[size], launched
         return True
 
     def _fits(self, step: PlannedStep) -> bool:
@@ -117,19 +117,28 @@ class WholePasses:
             for row, start in zip(step.rows, step.start, strict=True)
         )
 
-    @staticmethod
-    def _ends(step: PlannedStep) -> list[int]:
-        return [start + count for start, count in zip(step.start, step.new_tokens, strict=True)]
-
     def replay(self) -> bool:
         """Launch the pass that was chosen; False if there is none."""
-        if self._chosen is None:
+        chosen, self._chosen = self._chosen, None
+        if chosen is None:
             return False
-        self._chosen.replay()
-        if self._launched is not None:
-            self.manager.computed(self._launched)
-        self._chosen = self._launched = None
+        graph, launched = chosen
+        graph.replay()
+        self.manager.computed(launched)
         return True
+
+
+def _obstacle(manager: PageManager) -> str:
+    """Why passes cannot be held whole, whatever their sizes; empty if they can."""
+    from sglang_diffkv.ops.triton import TritonOps
+
+    if not isinstance(manager.ops, TritonOps):
+        return "kernels are not Triton's"
+    if manager.drafts:
+        return "they were not tried with drafts"
+    if compat.sglang_version() not in GPU_VERSIONS and not os.environ.get(compat.UNTRIED_ENV):
+        return f"they were not tried on a GPU with SGLang {compat.sglang_version()}"
+    return manager.ops.bounded_obstacle()
 
 
 class EitherGraph:
@@ -154,8 +163,10 @@ def capture(runner_backend: Any, shape_key: Any, forward: Callable[[], Any], pas
     if passes.wants(size):
         try:
             passes.add(size, lambda: _record(runner_backend, forward, passes.wrapper, out))
-        except torch.OutOfMemoryError:
-            logger.warning("DiffKV: no memory is left for a CUDA graph of whole passes of %d new tokens", size)
+        except RuntimeError as error:  # for want of memory, as a rule; PyTorch has several errors for that
+            logger.warning(
+                "DiffKV: no CUDA graph holds whole passes of %d new tokens, which takes them longer: %s", size, error
+            )  # fmt: skip
     if passes.graphs:
         graphs = runner_backend._graphs
         graphs[shape_key] = EitherGraph(passes, graphs[shape_key])

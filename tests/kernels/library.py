@@ -28,6 +28,7 @@ class Library:
 
     def plan(self, step: Step) -> None:
         if step.ends is not None:
+            assert all(x.dtype == torch.int32 for x in step.ends), "as FlashAttention takes them"
             queries, keys = (x.diff().tolist() for x in step.ends)
             self._lens = list(zip(queries, keys, strict=True))
             return

@@ -77,6 +77,18 @@ class Server:
         check_integrity(manager)
         return outs
 
+    def padded(self, size: int) -> list[torch.Tensor]:
+        """What layers get of a bounded pass of no request, as a graph is captured."""
+        assert self.bounded is not None
+        self.bounded.bound(size)
+        self.bounded.give([], [], [], [])
+        self.bounded.begin()
+        outs = [self.bounded.run(layer, *self.tokens(size), SCALING) for layer in range(LAYERS)]
+        assert self.bounded.step is not None
+        self.bounded.end()
+        assert not self.bounded.step.launches.any_kept, "a graph's launches are of its own"
+        return outs
+
     def held(self, *rows: int) -> list[torch.Tensor]:
         """Scores and positions of what rows hold in the high tier, and bytes of their pages."""
         state, view = self.manager.state, self.manager.state.tiers[0]
@@ -135,6 +147,21 @@ def test_queries_that_observe_are_sampled(monkeypatch: pytest.MonkeyPatch) -> No
         assert got.shape == wanted.shape and close(got, wanted) < 1e-3
 
 
+@pytest.mark.parametrize("prompts", [((1, 3), (2, 1), (3, 7), (4, 2), (5, 5)), ((1, 48),)], ids=["most", "full"])
+def test_as_many_requests_or_tokens_as_there_may_be(prompts: tuple[tuple[int, int], ...]) -> None:
+    rows, counts = [row for row, _ in prompts], [count for _, count in prompts]
+    found = []
+    for bounded in (True, False):
+        server = Server("K8V4 K4V2", SCORED, BOTH, None, bounded=bounded)
+        server.extend([7], [STORED])
+        segment = server.manager.segments.share(7, 0, STORED)
+        assert segment is not None
+        server.manager.attach_prefix(rows[-1], [(segment, 0, STORED)])
+        found.append(server.extend(rows, counts, TOKENS) + server.held(*rows))
+    for got, wanted in zip(*found, strict=True):
+        assert got.shape == wanted.shape and close(got, wanted) < 1e-3
+
+
 def test_the_same_graph_serves_passes_of_different_requests() -> None:
     """What an earlier pass left in the fixed memory, bad numbers among it, does not reach the next one."""
     server = Server("K8V4 K4V2", SCORED, BOTH, None, bounded=True)
@@ -147,18 +174,15 @@ def test_the_same_graph_serves_passes_of_different_requests() -> None:
     expected = plain.extend([1, 2, 3], [20, 11, 16]) + plain.extend([4], [5])
     for got, wanted in zip(first + second, expected, strict=True):
         assert close(got, wanted) < 1e-3
+    for room in server.bounded.known.room:
+        room.fill_(float("nan"))
+    assert not any(out.any() for out in server.padded(8)), "padding gets zeros, whatever was there"
 
 
 def test_padding_alone_stores_nothing() -> None:
-    """A graph is captured so."""
     server = Server("K8V4 K4V2", SCORED, BOTH, None, bounded=True)
-    assert server.bounded is not None
     free = server.manager.device.free_pages()
-    server.bounded.bound(8)
-    server.bounded.begin()
-    out = [server.bounded.run(layer, *server.tokens(8), SCALING) for layer in range(LAYERS)]
-    server.bounded.end()
-    assert all(x.isfinite().all() for x in out)
+    server.padded(8)
     assert server.manager.device.free_pages() == free
     check_integrity(server.manager)
 
@@ -190,7 +214,6 @@ def test_a_cuda_graph_holds_them(policy: Policy) -> None:
     given = [
         [torch.zeros(TOKENS, x.shape[1], DIM, dtype=BF16, device=DEVICE) for x in plain.tokens(1)] for _ in range(2)
     ]
-    plain.generator.manual_seed(2)
     outs: list[torch.Tensor] = []
 
     def whole() -> None:
@@ -205,20 +228,30 @@ def test_a_cuda_graph_holds_them(policy: Policy) -> None:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         whole()
+    for server in (plain, held):
+        server.extend([7], [STORED])
+        segment = server.manager.segments.share(7, 0, STORED - 30)
+        assert segment is not None
+        server.manager.attach_prefix(2, [(segment, 0, 60)])
+        server.manager.attach_prefix(4, [(segment, 0, STORED - 30)])
     for rows, counts in (([1, 2, 3], [20, 11, 16]), ([4], [5]), ([5, 6], [TOKENS - 1, 1])):
         expected = plain.extend(rows, counts)
-        manager, starts = held.manager, [0] * len(rows)
+        manager = held.manager
+        starts = [manager.rows.length(row) for row in rows]
         manager.plan_step(rows, counts, starts, ending=tuple(rows))
         launched = manager.launch_step()
         assert launched is not None
-        wrapper.give(rows, starts, counts, counts)
+        wrapper.give(rows, starts, counts, [start + count for start, count in zip(starts, counts, strict=True)])
         for layer in range(LAYERS):
             for fixed, new in zip(given[layer], held.tokens(sum(counts)), strict=True):
                 fixed[: len(new)] = new
+        for room in wrapper.known.room:
+            room.fill_(float("nan"))
         graph.replay()
         manager.end_prompts(launched)
         check_integrity(manager)
         for got, wanted in zip(outs, expected, strict=True):
             assert close(got[: sum(counts)], wanted) < 1e-2
+            assert not got[sum(counts) :].any(), "padding gets zeros"
     for got, wanted in zip(held.held(*range(1, 7)), plain.held(*range(1, 7)), strict=True):
         assert got.shape == wanted.shape and close(got, wanted) < 1e-2

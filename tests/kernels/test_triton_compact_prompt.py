@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from sglang_diffkv.kernels.append.reference import read_tokens
 from sglang_diffkv.kernels.compact_prompt.reference import compact_prompt as reference
 from sglang_diffkv.kernels.compact_prompt.reference import compact_prompts as specification
-from sglang_diffkv.kernels.compact_prompt.triton import PromptWorkspace, compact_prompts
+from sglang_diffkv.kernels.compact_prompt.triton import PromptWorkspace, compact_prompts, prepare_compact
 from sglang_diffkv.kernels.compact_prompt.triton_lower import PARTS
 from sglang_diffkv.kernels.cuts import Cuts
 from sglang_diffkv.kernels.table import layer_table, max_entries, own_slot_location
@@ -342,6 +342,25 @@ def test_rows_together_are_each_as_alone(tiers, alphas, lengths, before, faulty,
                 torch.testing.assert_close(a, b, rtol=1e-3, atol=5e-3)
     state.fault.zero_()
     check_integrity(manager)
+
+
+def test_one_prepared_compaction_serves_any_rows() -> None:
+    """Of any number, and by cuts of one form. So do those that one set of ops keeps, with tails and without."""
+    manager = make_manager(make_format("K8V4 K4V2", page_tokens=4), pages=900, layers=2, heads=2)
+    generator, state = torch.Generator().manual_seed(3), manager.state
+    workspace = PromptWorkspace.create(state)
+    policies = (diffkv_policy(1.0, 0.2, window=5), diffkv_policy(2.0, 0.0, window=9))
+    again = prepare_compact(state, workspace, cuts_of(policies[0], state), tailed=False)
+    for rows, counts, policy in (([1], [40], 0), ([2, 3, 4], [70, 33, 90], 0), ([5, 6], [50, 77], 1), ([7], [41], 0)):
+        for row, count in zip(rows, counts, strict=True):
+            add_prompt(manager, row, count, generator, compact=False)
+        twin = clone_state(state)
+        ends = ends_of(*zip(rows, counts, strict=True))
+        again(*ends, cuts_of(policies[policy], state))
+        specification(twin, *ends, cuts_of(policies[policy], twin))
+        for name in ("entries", "own_tokens", "hole", "fault"):
+            assert torch.equal(getattr(state, name), getattr(twin, name)), name
+        check_integrity(manager)
 
 
 def test_rows_together_share_few_spare_pages():

@@ -12,14 +12,18 @@ from sglang_diffkv.attention.bounded import BoundedWrapper
 from sglang_diffkv.layout.transfer import FixedNumbers
 from sglang_diffkv.mem_pool.page_manager import PageManager
 from sglang_diffkv.ops import ReferenceOps
+from sglang_diffkv.ops.triton import TritonOps
+from sglang_diffkv.policies import diffkv
 from sglang_diffkv.policies.base import Policy
 from sglang_diffkv.policies.uniform import UniformPolicy
 from sglang_diffkv.srt import whole_passes
+from sglang_diffkv.srt.versions import compat
 from sglang_diffkv.srt.whole_passes import EitherGraph, WholePasses, capture
 from tests.kernels.triton_helpers import make_format, make_manager
 from tests.policies import diffkv_policy
 
 SCORED = diffkv_policy(1.0, 0.0, 6, observe_every=1)
+SAMPLED = diffkv_policy(1.0, 0.0, 6, observe_every=4)
 
 
 class Size(NamedTuple):
@@ -128,14 +132,38 @@ def test_a_shared_prefix_is_scored_by_others_unless_it_is_to_be_copied() -> None
     assert not passes.choose(8, [5])
 
 
-def test_requests_that_decode_in_the_pass_are_no_prompts() -> None:
-    manager, passes = make_passes()
+@pytest.mark.parametrize("policy", [SCORED, UniformPolicy()], ids=["scored", "raw"])
+def test_requests_that_decode_in_the_pass_are_no_prompts(policy: Policy) -> None:
+    manager, passes = make_passes(policy)
     plan(manager, [1], [4])
     manager.launch_step()
     manager.rows.end_prompt(1)
     manager.plan_step([2], [3], [0], prompts=[3], ending=(2,))
     manager.decode_beside_prompts([1], [4])
     assert not passes.choose(8, [3, 1])
+
+
+def test_a_first_chunk_tells_where_its_prompt_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who observes follows from that."""
+    monkeypatch.setattr(diffkv, "OBSERVERS", 5)
+    manager, passes = make_passes(SAMPLED)
+    manager.plan_step([1], [6], [0], prompts=[40])
+    assert passes.choose(8, [6])
+    observation = SAMPLED.observation
+    assert passes.wrapper.known.given[3:, 0].tolist() == [35, *observation.every_of([40])]
+
+
+def test_passes_in_8_bits_are_left_to_who_has_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    manager, passes = make_passes()
+    asked = []
+
+    def rounds(prefixes: list[int], counts: list[int]) -> bool:
+        asked.append((prefixes, counts))
+        return True
+
+    monkeypatch.setattr(manager.ops, "rounds_prompts", rounds)
+    plan(manager, [1], [5])
+    assert not passes.choose(8, [5]) and asked == [([0], [5])]
 
 
 def test_what_a_pass_was_told_stays_until_the_next() -> None:
@@ -156,14 +184,15 @@ def test_sizes_that_are_worth_a_graph() -> None:
     ]  # fmt: skip
 
 
-def test_captures(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError, RuntimeError])
+def test_captures(error: type[Exception], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     """SGLang's graph stays where none of whole passes is worth it, and where memory ends; then others serve still."""
     _, passes = make_passes()
     passes.graphs.clear()
 
     def record(_runner: Any, _forward: Any, wrapper: BoundedWrapper, _out: Any) -> Graph:
         if wrapper.tokens == 16:
-            raise torch.OutOfMemoryError
+            raise error("CUDA out of memory")
         return Graph()
 
     monkeypatch.setattr(whole_passes, "_record", record)
@@ -173,11 +202,44 @@ def test_captures(monkeypatch: pytest.MonkeyPatch) -> None:
         capture(runner, key, lambda: None, passes, None)
         assert isinstance(runner._graphs[key], EitherGraph) == (size < 2048)
     assert sorted(passes.graphs) == [8, 32]
+    assert "no CUDA graph holds whole passes of 16 new tokens" in caplog.text and "CUDA out of memory" in caplog.text
 
 
-def test_where_there_are_none(caplog: pytest.LogCaptureFixture) -> None:
+def no_memory(*_args: Any, **_sizes: Any) -> None:
+    raise torch.OutOfMemoryError
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        (None, ""),
+        ("ops", "kernels are not Triton's"),
+        ("drafts", "they were not tried with drafts"),
+        ("version", "they were not tried on a GPU with SGLang "),
+        ("library", "their tokens do not attend by FlashAttention-3"),
+        ("large", "tokens are too large"),
+        ("memory", "no 0 MiB are left"),
+    ],
+)
+def test_where_there_are_none(
+    change: str | None, why: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     """And the log says why."""
     caplog.set_level("INFO")
-    manager, _ = make_passes()
-    assert WholePasses.create(manager, {}, 400) is None
-    assert "the host launches attention of all passes over prompts: kernels are not Triton's" in caplog.text
+    manager = make_manager(
+        make_format("K8V4 K4V2", 64), policy=SCORED, pages=100,
+        make_ops=lambda state: ReferenceOps(state, SCORED) if change == "ops" else TritonOps(state, SCORED, 4, 400),
+    )  # fmt: skip
+    if change != "library":
+        monkeypatch.setattr(TritonOps, "bounded_obstacle", lambda _self: "")
+    if change != "version":
+        monkeypatch.setattr(whole_passes, "GPU_VERSIONS", (compat.sglang_version(),))
+    monkeypatch.setattr(manager, "drafts", 3 if change == "drafts" else 0)
+    monkeypatch.setattr(whole_passes, "TOKENS", 64)
+    monkeypatch.setattr(whole_passes, "ROOM_BYTES", 512 if change == "large" else 1 << 17)
+    if change == "memory":
+        monkeypatch.setattr(whole_passes, "BoundedWrapper", no_memory)
+    found = WholePasses.create(manager, {}, 400)
+    assert (found is None) == bool(why)
+    said = "the host launches attention of all passes over prompts: " + why if why else "are a CUDA graph each"
+    assert said in caplog.text

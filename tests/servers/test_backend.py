@@ -5,26 +5,31 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from sglang.srt.model_executor.forward_context import ForwardContext, forward_context, get_token_to_kv_pool
 
+from sglang_diffkv.attention.bounded import BoundedWrapper
 from sglang_diffkv.kernels import device
 from sglang_diffkv.kernels.table import row_table
 from sglang_diffkv.layout.state import PageState
 from sglang_diffkv.mem_pool.integrity import check_bounds, check_integrity
-from sglang_diffkv.ops import Ops, ReferenceOps
+from sglang_diffkv.ops import Ops, ReferenceOps, Scaling
 from sglang_diffkv.ops.ragged import RaggedPrefill
 from sglang_diffkv.ops.triton import TritonOps
 from sglang_diffkv.policies.base import Policy
 from sglang_diffkv.policies.budget import Budget, PyramidBudget
 from sglang_diffkv.policies.h2o import H2OPolicy
+from sglang_diffkv.srt import whole_passes
 from sglang_diffkv.srt.backend import DiffKVAttnBackend
+from sglang_diffkv.srt.hooks import table
 from sglang_diffkv.srt.hooks.table import enable_fused_set_kv_buffer
 from sglang_diffkv.srt.pool import DiffKVPool
+from sglang_diffkv.srt.whole_passes import WholePasses
+from tests.kernels.library import Library
 from tests.kernels.triton_helpers import BF16, DEVICE, close, make_format, make_manager
 from tests.policies import diffkv_policy, h2o_policy, pyramidkv_policy, snapkv_policy, xkv_policy
 
@@ -90,11 +95,10 @@ class Twin:
             outs.append(run(q, k, v, layer, None))
         return torch.stack(outs)
 
-    def extend(
-        self, rows: list[int], counts: list[int], starts: list[int], seed: int, *, graphs: bool = False
-    ) -> torch.Tensor:
-        self.manager.plan_step(rows, counts, starts, ending=rows)
-        batch: Any = SimpleNamespace(
+    @staticmethod
+    def batch(rows: list[int], counts: list[int], starts: list[int]) -> Any:
+        """SGLang's, of a pass over prompts."""
+        return SimpleNamespace(
             forward_mode=ForwardMode.EXTEND,
             req_pool_indices=torch.tensor(rows, device=DEVICE),
             seq_lens=torch.tensor([s + c for s, c in zip(starts, counts, strict=True)], device=DEVICE),
@@ -102,6 +106,12 @@ class Twin:
             extend_seq_lens=torch.tensor(counts, device=DEVICE, dtype=torch.int32),
             extend_prefix_lens=torch.tensor(starts, device=DEVICE, dtype=torch.int32),
         )
+
+    def extend(
+        self, rows: list[int], counts: list[int], starts: list[int], seed: int, *, graphs: bool = False
+    ) -> torch.Tensor:
+        self.manager.plan_step(rows, counts, starts, ending=rows)
+        batch = self.batch(rows, counts, starts)
         if graphs:
             self.backend.prepare_forward_metadata_for_breakable_cuda_graph_replay(None, batch)
         else:
@@ -184,6 +194,69 @@ def test_behind_its_last_layer_a_pass_over_prompts_keeps_nothing_of_its_layers(
         assert seen == ["layer"] * LAYERS + ["end"]
     twin.decode([1], 0, 2)
     assert seen == ["layer"] * LAYERS + ["end"], "a decode step ends by itself"
+
+
+class Size(NamedTuple):
+    """Stands for SGLang's key of a graph."""
+
+    size: int
+
+
+class Held:
+    """Stands for a graph: layers over the tokens of a seed, which are at fixed places."""
+
+    def __init__(self, twin: Twin, passes: WholePasses, size: int):
+        self.twin, self.passes, self.size = twin, passes, size
+        self.seed, self.outs = 0, torch.empty(0)
+
+    def replay(self) -> None:
+        backend, wrapper = self.twin.backend, self.passes.wrapper
+        between, backend.new_tokens = backend.new_tokens, wrapper
+        wrapper.begin()
+        self.outs = self.twin.layers(False, self.size, self.size, torch.Generator().manual_seed(self.seed))
+        backend.new_tokens = between
+
+
+def test_short_passes_are_whole_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Captured behind SGLang's graphs, chosen by their size, and ended as any pass."""
+    size = 16
+    whole, plain = (Twin(triton=True, tiers="K8V4 K4V2") for _ in range(2))
+    for twin in (whole, plain):
+        library: Any = Library(Scaling(0.1))
+        assert isinstance(twin.manager.ops, TritonOps)
+        twin.manager.ops.ragged = library
+    backend, manager = whole.backend, whole.manager
+    wrapper = BoundedWrapper(manager.ops, requests=3, tokens=size, stored=64, rotation=backend.extend.rotation)
+    passes = backend.whole_passes = WholePasses(manager, wrapper)
+    graph = Held(whole, passes, size)
+    monkeypatch.setattr(whole_passes, "_record", lambda *_: (graph.replay(), graph)[1])
+    key = Size(size)
+    other = SimpleNamespace(replay=lambda: pytest.fail("SGLang's graph is replayed"))
+    runner = SimpleNamespace(_graphs={key: other}, _outputs={key: None})
+    whole.capture(size)
+    backend.capture_whole(runner, key, lambda: None)
+    assert backend.new_tokens is None
+    for number, (rows, counts) in enumerate((([1, 2], [9, 4]), ([3], [16]), ([4], [1]))):
+        starts, graph.seed = [0] * len(rows), number + 1
+        manager.plan_step(rows, counts, starts, ending=rows)
+        static = SimpleNamespace(input_ids=range(size))
+        batch: Any = SimpleNamespace(extend_seq_lens_cpu=counts)
+        backend.prepare_forward_metadata_for_breakable_cuda_graph_replay(None, batch, static_forward_batch=static)
+        runner._graphs[key].replay()
+        manager.end_pass()
+        plain.manager.plan_step(rows, counts, starts, ending=rows)
+        plain.backend.init_forward_metadata(plain.batch(rows, counts, starts))
+        expected = plain.layers(False, size, sum(counts), torch.Generator().manual_seed(graph.seed))
+        plain.manager.end_pass()
+        assert close(graph.outs[:, : sum(counts)], expected) < 1e-2
+        check_integrity(manager)
+    scheduler = SimpleNamespace(tp_worker=SimpleNamespace(model_runner=SimpleNamespace(attn_backend=backend)))
+    assert table._graphs_report(scheduler) == {"whole": 3, "between_layers": 0}
+    outs = [twin.extend([5], [20], [0], 9) for twin in (whole, plain)]  # which no graph serves
+    assert close(*outs) < 1e-2
+    steps = [twin.decode([1, 2, 5], 0, 3) for twin in (whole, plain)]
+    assert close(*steps) < 2e-2
+    check_integrity(manager)
 
 
 def test_a_pass_that_was_not_scheduled_is_an_error_in_graphs_too() -> None:
