@@ -26,7 +26,7 @@ GPU_VERSIONS = seen_on_gpu("whole passes over prompts")
 """Versions of SGLang with which they gave stock's tokens on a GPU."""
 TOKENS = 1024
 """New tokens of the largest such pass: with more the GPU takes longer than the host."""
-REQUESTS = 32
+REQUESTS = 16
 """Of a pass, at most."""
 ROOM_BYTES = 256 << 20
 """For keys and values of all tokens that a pass attends to: 65,536 of Llama-3-8B's."""

@@ -211,9 +211,8 @@ def test_a_cuda_graph_holds_them(policy: Policy) -> None:
         ops.use_flash()
         assert not ops.bounded_obstacle()
     wrapper = BoundedWrapper(held.manager.ops, requests=5, tokens=TOKENS, stored=STORED, **form)
-    given = [
-        [torch.zeros(TOKENS, x.shape[1], DIM, dtype=BF16, device=DEVICE) for x in plain.tokens(1)] for _ in range(2)
-    ]
+    sizes = (HEADS * GROUP, HEADS, HEADS)
+    given = [[torch.zeros(TOKENS, x, DIM, dtype=BF16, device=DEVICE) for x in sizes] for _ in range(LAYERS)]
     outs: list[torch.Tensor] = []
 
     def whole() -> None:
