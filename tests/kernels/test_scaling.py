@@ -158,7 +158,7 @@ class Flash:
         counts, keys = (tuple(b - a for a, b in itertools.pairwise(x)) for x in (ends, key_ends))
         assert (max(counts), max(keys)) == (longest, longest_key)
         scaling = Scaling(more["softmax_scale"])
-        library, step = Library(scaling), SimpleNamespace(counts=counts, whole=SimpleNamespace(lens=keys))
+        library, step = Library(scaling), SimpleNamespace(counts=counts, whole=SimpleNamespace(lens=keys), ends=None)
         library.plan(step)
         out, lse = library.run(q, k, v, scaling)
         norm = lse.t() * math.log(2)
