@@ -75,7 +75,7 @@ class WholePasses:
             return None
         logger.info(
             "DiffKV: passes over up to %d new tokens, with %d stored, are a CUDA graph each; %d MiB beside the cache "
-            "are for them", TOKENS, stored, size,
+            "are for them. With --cuda-graph-bs-prefill of larger sizes alone there are none", TOKENS, stored, size,
         )  # fmt: skip
         return passes
 
