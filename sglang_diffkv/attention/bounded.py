@@ -56,9 +56,10 @@ class BoundedWrapper(ExtendWrapper):
         held = len(counts) <= self.requests and sum(prefixes) <= self.known.stored and sum(counts) <= self.known.tokens
         return held and not self.ops.rounds_prompts(prefixes, counts)
 
-    def give(self, rows: Sequence[int], prefixes: Sequence[int], counts: Sequence[int], prompts: Sequence[int]) -> None:
-        """What the pass is that is launched next: rows, their stored and new tokens, and where their prompts end."""
+    def give(
+        self, rows: Sequence[int], prefixes: Sequence[int], counts: Sequence[int], prompts: Sequence[int] | None = None
+    ) -> None:
+        """What the pass is that is launched next: rows, their stored and new tokens; ``prompts`` as of ``plan``."""
         assert self.fits(prefixes, counts)
-        observation = self.policy.observation
-        since, every = observation.since(prompts) or [0] * len(rows), observation.every_of(prompts)
-        self._given.set([rows, prefixes, counts, since, every])
+        since, every = self._observed(prefixes, counts, prompts)
+        self._given.set([rows, prefixes, counts, since or (), every])

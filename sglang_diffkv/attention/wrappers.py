@@ -182,11 +182,8 @@ class ExtendWrapper(Wrapper):
                 that is not known. shared_scores: as in ``Step``. as_computed: every head holds all
                 stored tokens of these requests, also where the policy drops some.
         """
-        ends = prompts or [prefix + count for prefix, count in zip(prefixes, counts, strict=True)]
-        observation = self.policy.observation
-        self.step = Step.extend(
-            rows, prefix_lens, extend_lens, prefixes, counts, observation.since(ends), observation.every_of(ends)
-        )  # fmt: skip
+        observed = self._observed(prefixes, counts, prompts)
+        self.step = Step.extend(rows, prefix_lens, extend_lens, prefixes, counts, *observed)
         self.step.shared_scores, self.step.as_computed = shared_scores or {}, as_computed
         scored = self.step.shared_scores
         self.step.unscored = tuple(0 if number in scored else held for number, held in enumerate(shared or ()))
@@ -209,6 +206,14 @@ class ExtendWrapper(Wrapper):
             return self.fitted.turn_back(layer, out)
         form = self._as_stored(step, layer, q, key, value)
         return self._turned_back(step, layer, self.ops.extend(layer, *form, step, scaling, sink_logits))
+
+    def _observed(
+        self, prefixes: Sequence[int], counts: Sequence[int], prompts: Sequence[int] | None
+    ) -> tuple[list[int] | None, list[int]]:
+        """Who observes in each request: from which position on all do, None where all do, and every how manieth before.
+        Arguments as of ``plan``."""
+        ends = prompts or [prefix + count for prefix, count in zip(prefixes, counts, strict=True)]
+        return self.policy.observation.since(ends), self.policy.observation.every_of(ends)
 
     def end(self) -> None:
         """Behind the last layer: what its layers had in common takes memory no more."""

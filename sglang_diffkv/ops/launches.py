@@ -23,10 +23,6 @@ class Launches:
     def __init__(self) -> None:
         self._kept: dict[Hashable, tuple[Hashable, Any]] = {}
 
-    @property
-    def any_kept(self) -> bool:
-        return bool(self._kept)
-
     def prepared(self, what: Hashable, prepare: Callable[[], Any], *tensors: torch.Tensor | None) -> Any:
         """What ``prepare`` makes for tensors of a form: called again where they are of another one."""
         form = tuple(map(form_of, tensors))

@@ -171,7 +171,7 @@ class TritonOps(Ops):
     def bounded_obstacle(self) -> str:
         """Why bounded passes (``Step.bounded``) cannot be computed; empty if they can."""
         if not isinstance(self.ragged, FlashPrefill):
-            return "their tokens do not attend by FlashAttention-3"
+            return "new tokens do not attend by FlashAttention-3"
         if self.state.slides:
             return "layers have sliding windows"
         if self.has_sinks:

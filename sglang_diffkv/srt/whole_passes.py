@@ -71,11 +71,12 @@ class WholePasses:
             except torch.OutOfMemoryError:
                 obstacle = f"no {size} MiB are left"
         if obstacle:
-            logger.info("DiffKV: the host launches attention of all passes over prompts: %s", obstacle)
+            logger.info("DiffKV: short passes over prompts do not run as one CUDA graph: %s", obstacle)
             return None
         logger.info(
-            "DiffKV: passes over up to %d new tokens, with %d stored, are a CUDA graph each; %d MiB beside the cache "
-            "are for them. With --cuda-graph-bs-prefill of larger sizes alone there are none", TOKENS, stored, size,
+            "DiffKV: a pass over at most %d new tokens, behind at most %d cached ones, runs as one CUDA graph. This "
+            "takes %d MiB beside the KV cache. To leave it out, give --cuda-graph-bs-prefill larger sizes alone",
+            TOKENS, stored, size,
         )  # fmt: skip
         return passes
 
@@ -100,8 +101,7 @@ class WholePasses:
         self.counts["whole"] += 1
         launched = self.manager.launch_step()
         assert launched is not None
-        ends = [start + count for start, count in zip(step.start, step.new_tokens, strict=True)]
-        self.wrapper.give(step.rows, step.start, step.new_tokens, step.prompts or ends)
+        self.wrapper.give(step.rows, step.start, step.new_tokens, step.prompts)
         self._chosen = self.graphs[size], launched
         return True
 
@@ -165,7 +165,7 @@ def capture(runner_backend: Any, shape_key: Any, forward: Callable[[], Any], pas
             passes.add(size, lambda: _record(runner_backend, forward, passes.wrapper, out))
         except RuntimeError as error:  # for want of memory, as a rule; PyTorch has several errors for that
             logger.warning(
-                "DiffKV: no CUDA graph holds whole passes of %d new tokens, which takes them longer: %s", size, error
+                "DiffKV: passes of %d new tokens do not run as one CUDA graph, and take longer: %s", size, error
             )  # fmt: skip
     if passes.graphs:
         graphs = runner_backend._graphs

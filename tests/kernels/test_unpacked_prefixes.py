@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -103,6 +104,22 @@ class Prompts:
         return found
 
 
+def in_every_form(test: Callable[..., None]) -> Callable[..., None]:
+    """A test of ``tiers`` with a ``policy``, ``rotated`` or not, with key ``means`` or without."""
+    for mark in (
+        pytest.mark.parametrize(
+            ("tiers", "policy"),
+            [("K8V4 K4V2", WINDOW), ("K8V4 K4V2", SCORED), ("K8V4 K4V2", SAMPLED), ("BF16", UniformPolicy())],
+            ids=["window", "scored", "sampled", "raw"],
+        ),
+        pytest.mark.parametrize("rotated", ["none", "both", "keys"]),
+        pytest.mark.parametrize("means", [False, True], ids=["", "means"]),
+        pytest.mark.cover(1),
+    ):
+        test = mark(test)
+    return test
+
+
 def run(make_ops: OpsOf, *given: Any) -> Passes:
     """A prompt, part of it shared by another one beside the first's next chunk and a new one, then one chunk more of
     each, the new one's a single token. ``given`` to ``Prompts``."""
@@ -132,14 +149,7 @@ def reference_of(policy: Policy) -> OpsOf:
     return lambda state: ReferenceOps(state, policy)
 
 
-@pytest.mark.cover(1)
-@pytest.mark.parametrize("means", [False, True], ids=["", "means"])
-@pytest.mark.parametrize("rotated", ["none", "both", "keys"])
-@pytest.mark.parametrize(
-    ("tiers", "policy"),
-    [("K8V4 K4V2", WINDOW), ("K8V4 K4V2", SCORED), ("K8V4 K4V2", SAMPLED), ("BF16", UniformPolicy())],
-    ids=["window", "scored", "sampled", "raw"],
-)
+@in_every_form
 def test_passes_give_what_the_references_give(tiers: str, policy: Policy, rotated: str, means: bool) -> None:
     rotation = Rotation.named(rotated)
     common = torch.randn(LAYERS, HEADS, DIM, generator=torch.Generator().manual_seed(7)) * 2 if means else None

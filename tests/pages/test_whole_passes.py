@@ -202,7 +202,7 @@ def test_captures(error: type[Exception], monkeypatch: pytest.MonkeyPatch, caplo
         capture(runner, key, lambda: None, passes, None)
         assert isinstance(runner._graphs[key], EitherGraph) == (size < 2048)
     assert sorted(passes.graphs) == [8, 32]
-    assert "no CUDA graph holds whole passes of 16 new tokens" in caplog.text and "CUDA out of memory" in caplog.text
+    assert "passes of 16 new tokens do not run as one CUDA graph" in caplog.text and "CUDA out of memory" in caplog.text
 
 
 def no_memory(*_args: Any, **_sizes: Any) -> None:
@@ -216,7 +216,7 @@ def no_memory(*_args: Any, **_sizes: Any) -> None:
         ("ops", "kernels are not Triton's"),
         ("drafts", "they were not tried with drafts"),
         ("version", "they were not tried on a GPU with SGLang "),
-        ("library", "their tokens do not attend by FlashAttention-3"),
+        ("library", "new tokens do not attend by FlashAttention-3"),
         ("large", "tokens are too large"),
         ("memory", "no 0 MiB are left"),
     ],
@@ -241,5 +241,5 @@ def test_where_there_are_none(
         monkeypatch.setattr(whole_passes, "BoundedWrapper", no_memory)
     found = WholePasses.create(manager, {}, 400)
     assert (found is None) == bool(why)
-    said = "the host launches attention of all passes over prompts: " + why if why else "are a CUDA graph each"
+    said = "short passes over prompts do not run as one CUDA graph: " + why if why else "runs as one CUDA graph"
     assert said in caplog.text
