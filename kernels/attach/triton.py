@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import accumulate, chain
 
 import torch
 import triton
@@ -22,6 +23,7 @@ from sglang_diffkv.kernels.triton_table import (
     table_index,
 )
 from sglang_diffkv.layout.state import PageState
+from sglang_diffkv.layout.transfer import to_device
 
 __all__ = ["attach", "freeze", "keep"]
 
@@ -113,6 +115,37 @@ def attach_kernel(
     tl.store(own_tokens + target_at, 0)
 
 
+@triton.jit(do_not_specialize=["count"], do_not_specialize_on_alignment=["numbers"])
+def attach_rows_kernel(
+    numbers, count, pages, page_table, range_lo, range_hi, row_blocks, entries, kept_entry, own_entry, own_tokens,
+    refcount, num_pages,
+    LAYOUTS: tl.constexpr, TIERS: tl.constexpr, PAGE_BYTES: tl.constexpr, MAX_BLOCKS: tl.constexpr, L: tl.constexpr,
+    H: tl.constexpr, E: tl.constexpr,
+):  # fmt: skip
+    """Grid (L * H, TIERS, count). numbers: int64, ``count`` targets; the number of the first part of each, and of all
+    parts; then source, lo and hi of each part."""
+    layer, head = tl.program_id(0) // H, tl.program_id(0) % H
+    place = numbers + tl.program_id(2)
+    target = tl.load(place)
+    first, end = tl.load(place + count), tl.load(place + count + 1)
+    target_at = ((target * L + layer) * H + head) * TIERS + tl.program_id(1)
+    done = tl.load(entries + target_at)
+    for tier in tl.static_range(TIERS):
+        if tl.program_id(1) == tier:
+            for number in range(first, end):
+                part = numbers + 2 * count + 1 + 3 * number
+                lo, hi = tl.load(part + 1).to(tl.int32), tl.load(part + 2).to(tl.int32)
+                done = attach_tier(
+                    target, tl.load(part), lo, hi, done, layer, head, pages, page_table, range_lo, range_hi, row_blocks,
+                    entries, kept_entry, refcount, num_pages, tier, TIERS, False, LAYOUTS[tier][I_TOKENS],
+                    LAYOUTS[tier][I_POSITIONS], PAGE_BYTES, MAX_BLOCKS, L, H, E,
+                )  # fmt: skip
+    tl.store(entries + target_at, done)
+    tl.store(kept_entry + target_at, done)
+    tl.store(own_entry + target_at, done)
+    tl.store(own_tokens + target_at, 0)
+
+
 def attach(state: PageState, target: int, source: int, lo: int, hi: int, *, kept_only: bool = False) -> None:
     """Append to ``target``'s page table the pages of ``source`` that hold a token with position in [lo, hi).
 
@@ -146,6 +179,36 @@ def prepare_attach(state: PageState, *, kept_only: bool) -> Callable[[int, Seque
             launch(target=target, parts=len(some), **dict(zip(PART_NUMBERS, numbers, strict=True)))
 
     return attach_again
+
+
+def prepare_attach_rows(state: PageState) -> Callable[[Sequence[tuple[int, Sequence[Part]]]], None]:
+    """``attach`` to several rows of a state, of parts one after the other: (target, parts) of each. One launch, and one
+    copy to the device. The targets differ, and none is a source."""
+    heads, tiers = state.num_layers * state.num_heads, len(state.fmt.tiers)
+    launch = Launch(
+        attach_rows_kernel,
+        (heads, tiers, 1),
+        (
+            None, None, state.pages, state.page_table, state.range_lo, state.range_hi, state.row_blocks, state.entries,
+            state.kept_entry, state.own_entry, state.own_tokens, state.refcount, state.num_pages,
+        ),
+        {
+            "LAYOUTS": layout_numbers(state.fmt), "TIERS": tiers, "PAGE_BYTES": state.fmt.page_bytes,
+            "MAX_BLOCKS": state.row_blocks.shape[1], "L": state.num_layers, "H": state.num_heads, "E": ENTRIES,
+            "num_warps": 1,
+        },
+    )  # fmt: skip
+
+    def attach_rows(paths: Sequence[tuple[int, Sequence[Part]]]) -> None:
+        targets = [target for target, _ in paths]
+        parts = [part for _, of_row in paths for part in of_row]
+        assert len({*targets}) == len(targets) and not {source for source, _, _ in parts}.intersection(targets)
+        first = [0, *accumulate(len(of_row) for _, of_row in paths)]
+        numbers = to_device([*targets, *first, *chain.from_iterable(parts)], state.device)
+        launch.resize(heads, tiers, len(targets))
+        launch(numbers=numbers, count=len(targets))
+
+    return attach_rows
 
 
 @triton.jit(do_not_specialize=["row"])

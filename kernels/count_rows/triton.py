@@ -78,12 +78,14 @@ def count_rows_kernel(
         tl.store(target + FAULT, tl.load(fault + row).to(tl.int64))
         for tier in tl.static_range(TIERS):
             tl.store(target + FAULT + 1 + tier, tl.max(most[tier], 0).to(tl.int64))
+        for column in tl.static_range(FAULT + 1 + TIERS, COLUMNS):
+            tl.store(target + column, 0)
 
 
 def count_rows(
     state: PageState, rows: torch.Tensor, *, steps: int, low_grows: bool, used: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Counts of each row, and the ring's counters: [n + 1, 4 + T] int64; see ``reference.count_rows``.
+    """Counts of each row, and the ring's counters: [n + 1, 4 + 2 * T] int64; see ``reference.count_rows``.
 
     Args:
         rows: [n] int32 or int64, n may be 0.

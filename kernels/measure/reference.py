@@ -34,6 +34,16 @@ def measure(state: PageState, rows: torch.Tensor, lo: torch.Tensor, hi: torch.Te
     return out
 
 
+def add_held(state: PageState, rows: torch.Tensor, lo: torch.Tensor, hi: torch.Tensor, out: torch.Tensor) -> None:
+    """Add up the tokens of each tier that ``measure`` counts, over layers and heads.
+
+    Args:
+        rows, lo, hi: [n] int64, as of ``measure``.
+        out: [n, T] int64, columns of a larger tensor perhaps. It gets the sums added.
+    """
+    out += measure(state, rows, lo, hi)[..., :-1].sum((1, 2))
+
+
 def tally(state: PageState, row: int, hi: int, out: torch.Tensor, number: int) -> None:
     """Add up what a row holds below position ``hi``, over layers and heads.
 

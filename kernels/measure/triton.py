@@ -86,6 +86,26 @@ def measure_kernel(
     tl.store(target + TIERS, held_pages)
 
 
+@triton.jit(do_not_specialize=["stride"], do_not_specialize_on_alignment=["rows", "lo", "hi", "out"])
+def add_held_kernel(
+    rows, lo, hi, stride, pages, page_table, range_lo, range_hi, row_blocks, entries, out,
+    LAYOUTS: tl.constexpr, TIERS: tl.constexpr, PAGE_BYTES: tl.constexpr, MAX_BLOCKS: tl.constexpr,
+    L: tl.constexpr, H: tl.constexpr, E: tl.constexpr,
+):  # fmt: skip
+    """Grid (n, L * H): one (layer, head) of a row, all tiers. ``stride``: numbers from a row of ``out`` to the next."""
+    number, place = tl.program_id(0), tl.program_id(1)
+    row = tl.load(rows + number).to(tl.int64)
+    first, end = clamped(tl.load(lo + number)), clamped(tl.load(hi + number))
+    at = entries + (row * (L * H) + place) * TIERS
+    target = out + number.to(tl.int64) * stride
+    for tier in tl.static_range(TIERS):
+        tokens, _ = count_held(
+            row, place // H, place % H, tl.load(at + tier), first, end, pages, page_table, range_lo, range_hi,
+            row_blocks, tier, LAYOUTS[tier][I_TOKENS], LAYOUTS[tier][I_POSITIONS], PAGE_BYTES, MAX_BLOCKS, L, H, E,
+        )  # fmt: skip
+        tl.atomic_add(target + tier, tokens.to(tl.int64))
+
+
 @triton.jit(do_not_specialize=["row", "hi", "number"])
 def tally_kernel(
     row, hi, number, pages, page_table, range_lo, range_hi, row_blocks, entries, slides, out,
@@ -180,3 +200,34 @@ def prepare_measure(state: PageState) -> Callable[[torch.Tensor, torch.Tensor, t
         return out
 
     return measure_again
+
+
+def prepare_add_held(
+    state: PageState,
+) -> Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], None]:
+    """``reference.add_held`` of a state: rows, lo, hi, out. Nothing is allocated."""
+    check_table(state)
+    tiers, heads = len(state.fmt.tiers), state.num_layers * state.num_heads
+    launch = Launch(
+        add_held_kernel,
+        (1, heads),
+        (
+            None, None, None, None, state.pages, state.page_table, state.range_lo, state.range_hi, state.row_blocks,
+            state.entries, None,
+        ),
+        {
+            "LAYOUTS": layout_numbers(state.fmt), "TIERS": tiers, "PAGE_BYTES": state.fmt.page_bytes,
+            "MAX_BLOCKS": state.row_blocks.shape[1], "L": state.num_layers, "H": state.num_heads, "E": ENTRIES,
+            "num_warps": 4,
+        },
+    )  # fmt: skip
+
+    def add_held_again(rows: torch.Tensor, lo: torch.Tensor, hi: torch.Tensor, out: torch.Tensor) -> None:
+        for numbers in (rows, lo, hi):
+            assert numbers.shape == (len(out),) and numbers.dtype == torch.int64 and numbers.is_contiguous()
+        assert out.shape[1] == tiers and out.dtype == torch.int64 and out.stride(1) == 1
+        if len(out):
+            launch.resize(len(out), heads)
+            launch(rows=rows, lo=lo, hi=hi, stride=out.stride(0), out=out)
+
+    return add_held_again

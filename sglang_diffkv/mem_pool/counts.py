@@ -17,7 +17,6 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 
 from sglang_diffkv.kernels.count_rows.reference import DEMAND, ENTRIES, FAULT, PRIVATE
 from sglang_diffkv.layout.geometry import Segment
@@ -50,21 +49,14 @@ class Snapshot:
     total: np.ndarray  # [n] int64, tokens ever appended to each row
     steady: np.ndarray  # [n] bool, rows past their prompt's compaction: a step moves one token of a head at most
     slack: int  # pages that this rank counts as used for ranks that hold more, see ``RankCounts``
-    values: torch.Tensor  # [n + 1, 4 + T] int64 on the host, or T columns more: tokens of uncounted segments
+    values: torch.Tensor  # [n + 1, 4 + 2 * T] int64 on the host; the last T: tokens of uncounted segments
     event: Any  # device event that marks ``values`` as written, or None
-    tiers: int  # T
 
     def wait(self) -> np.ndarray:
-        """[n + 1, 4 + 2 * T]. Where no segment is uncounted the last columns were not worth launches of their own."""
+        """``values``, once they are written."""
         if self.event is not None:
             self.event.synchronize()
-        values = self.values.numpy()
-        columns = FAULT + 1 + 2 * self.tiers
-        if values.shape[1] == columns:
-            return values
-        padded = np.zeros((values.shape[0], columns), dtype=values.dtype)
-        padded[:, : values.shape[1]] = values
-        return padded
+        return self.values.numpy()
 
 
 class RankCounts:
@@ -176,7 +168,8 @@ class PageCounts:
         self._unreported: deque[int] = deque()  # planned steps whose results were not processed yet
         self._faults: dict[int, Faults] = {}  # of such steps, by number, where they come to the host by themselves
         self._settled = -1
-        self._snapshot_rows: tuple[np.ndarray, torch.Tensor] = (np.array([-1]), torch.empty(0))
+        self._numbers: tuple[list[int], torch.Tensor] = ([-1], torch.empty(0))
+        """What the last snapshot had to know, here and on the device."""
 
     def tell_counted(self, told: Callable[[Segment], None]) -> None:
         """Call ``told`` from now on when the pages of a segment become known."""
@@ -280,32 +273,28 @@ class PageCounts:
 
     def take_snapshot(self) -> None:
         """Enqueue a count of all request rows and of the segments not yet counted, after the last launched step."""
-        device, upcoming = self.device, self.upcoming
-        rows = np.array([*self.rows, *self.uncounted], dtype=np.int64)
+        device, upcoming, segments = self.device, self.upcoming, self.uncounted.values()
+        rows, more = [*self.rows, *self.uncounted], len(segments)
+        count, tiers = len(rows), len(device.fmt.tiers)
+        numbers = [*rows, *(x.lo for x in segments), *(x.hi for x in segments)]
         with device.launching():
-            if not np.array_equal(rows, self._snapshot_rows[0]):
-                self._snapshot_rows = (rows, device.to_device(rows))
-            values = device.ops.count_rows(self._snapshot_rows[1], steps=self.lookahead, low_grows=self.low_grows)
-            values, event = to_host(torch.cat([values, self._held(len(rows))], dim=1) if self.uncounted else values)
-        total = device.space.total.copy()
+            if numbers != self._numbers[0]:
+                self._numbers = numbers, device.to_device(numbers)
+            there = self._numbers[1]
+            counted = device.ops.count_rows(there[:count], steps=self.lookahead, low_grows=self.low_grows)
+            if more:
+                held = there[count - more : count], there[count : count + more], there[count + more :]
+                device.ops.add_held(*held, counted[count - more : count, -tiers:])
+            values, event = to_host(counted)
+        at = np.array(rows, dtype=np.int64)
+        total = device.space.total[at]
         if upcoming is not None:
-            total[upcoming.rows] -= upcoming.new_tokens
-        steady = np.array([not self.rows.in_prompt(row) for row in rows.tolist()], dtype=bool)
-        self._snapshots.append(
-            Snapshot(
-                self.tick, self.steps, rows, total[rows], steady, self.ranks.slack, values, event,
-                len(device.fmt.tiers),
-            )
-        )  # fmt: skip
+            behind = dict(zip(upcoming.rows, upcoming.new_tokens, strict=True))
+            total -= np.array([behind.get(row, 0) for row in rows], dtype=np.int64)
+        steady = np.array([not self.rows.in_prompt(row) for row in rows], dtype=bool)
+        self._snapshots.append(Snapshot(self.tick, self.steps, at, total, steady, self.ranks.slack, values, event))
         if upcoming is not None:
             self.record(-upcoming.pages)  # the snapshot does not see them
-
-    def _held(self, count: int) -> torch.Tensor:
-        """Tokens of each tier that uncounted segments hold, over all heads: [count + 1, T] int64, by the rows of a
-        snapshot, of which these segments are the last."""
-        device, segments = self.device, self.uncounted.values()
-        measured = device.measure([(x.row, x.lo, x.hi) for x in segments])  # [m, L, H, T + 1]
-        return F.pad(measured[..., :-1].sum((1, 2)), (0, 0, count - len(segments), 1))
 
     def refresh(self) -> None:
         """Take over the snapshots on their way. They were enqueued before the last planned step.

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
@@ -85,6 +86,8 @@ class PageDevice:
         self.geometry, self.fmt, self.state, self.ops = geometry, geometry.fmt, state, ops
         self.space = TableSpace(state, ops.set_blocks)
         self.stream: torch.cuda.Stream | None = None
+        self._gathers = False
+        self._attaching: list[tuple[int, Sequence[Part]]] = []  # rows, and what they are about to refer to
         self._beside: torch.cuda.Stream | None = None
 
     def to_device(self, numbers: Any) -> torch.Tensor:
@@ -104,7 +107,31 @@ class PageDevice:
         Args:
             allocates: whether they need memory beside the state's. If not, they wait for no other stream.
         """
-        return Launching(self.stream, allocates or self.space.flush_allocates, self.space.flush)
+        allocates = allocates or self.space.flush_allocates or len(self._attaching) > 1
+        return Launching(self.stream, allocates, self.flush)
+
+    def flush(self) -> None:
+        """Bring the device up to what the host has decided, on the current stream, without waiting: table blocks of
+        rows, and what rows refer to."""
+        self.space.flush()
+        if self._attaching:
+            self.ops.attach_paths(self._attaching)
+            self._attaching = []
+
+    @contextmanager
+    def attaching_together(self) -> Iterator[None]:
+        """Inside, rows are attached to by one launch for all: before whatever is launched next, or at the end."""
+        self._gathers = True
+        try:
+            yield
+        finally:
+            self._gathers = False
+            self._attach_gathered()
+
+    def _attach_gathered(self) -> None:
+        if self._attaching and not self._gathers:
+            with self.launching(allocates=False):
+                pass
 
     def launch_beside(self, launch: Callable[[], Result]) -> Beside[Result]:
         """Launch kernels on a stream of their own: behind all that is launched so far, and beside what comes next,
@@ -140,8 +167,8 @@ class PageDevice:
         """Append references to segments' pages to a row's table. Raises TableFull, changing nothing."""
         if path:
             self.space.extend(row, self.space.path_entries(path))
-            with self.launching(allocates=False):
-                self.ops.attach_path(row, rows_of(path))
+            self._attaching.append((row, rows_of(path)))
+            self._attach_gathered()
 
     def share(self, target: int, source: int, lo: int, hi: int, *, kept_only: bool = False) -> None:
         """References to the pages of a row for another one, which has room for them: ``kernels/attach``."""

@@ -289,7 +289,7 @@ class PageManager:
         Returns the planned step, launched; None for a pass that nobody planned, over rows that hold nothing.
         """
         step = self.counts.upcoming
-        self.space.flush()
+        self.device.flush()
         self.counts.launched()
         return None if step is None else step.launched()
 

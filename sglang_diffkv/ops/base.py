@@ -11,7 +11,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 
 from sglang_diffkv.kernels.attach.reference import seal
-from sglang_diffkv.kernels.measure.reference import tally
+from sglang_diffkv.kernels.measure.reference import add_held, tally
 from sglang_diffkv.kernels.parts import Part
 from sglang_diffkv.kernels.rotate.reference import NO_ROTATION, Rotation
 from sglang_diffkv.kernels.set_blocks.reference import set_blocks
@@ -438,10 +438,12 @@ class Ops(ABC):
     def attach(self, target: int, source: int, lo: int, hi: int, *, kept_only: bool = False) -> None:
         self.of_rows.attach(self.state, target, source, lo, hi, kept_only=kept_only)
 
-    def attach_path(self, target: int, parts: Sequence[Part]) -> None:
-        """``attach`` parts of rows one after the other."""
-        for source, lo, hi in parts:
-            self.attach(target, source, lo, hi)
+    def attach_paths(self, paths: Sequence[tuple[int, Sequence[Part]]]) -> None:
+        """``attach`` parts of rows to targets that differ, one part after the other: (target, parts) of each. No target
+        is a source."""
+        for target, parts in paths:
+            for source, lo, hi in parts:
+                self.attach(target, source, lo, hi)
 
     def transfer_pages(self, layers: PageState, row: int, target: int) -> None:
         self.of_rows.transfer_pages(layers, row, target)
@@ -467,6 +469,10 @@ class Ops(ABC):
 
     def measure(self, rows: torch.Tensor, lo: torch.Tensor, hi: torch.Tensor) -> torch.Tensor:
         return self.of_rows.measure(self.state, rows, lo, hi)
+
+    def add_held(self, rows: torch.Tensor, lo: torch.Tensor, hi: torch.Tensor, out: torch.Tensor) -> None:
+        """Tokens of each tier that ``rows`` ([n]) hold, over layers and heads, are added to ``out`` [n, T] int64."""
+        add_held(self.state, rows, lo, hi, out)
 
     def tally(self, row: int, hi: int, out: torch.Tensor, number: int) -> None:
         """What a row holds below position ``hi``, into ``out[number]``."""

@@ -10,7 +10,14 @@ import torch
 
 from sglang_diffkv.kernels.allocate.triton import reserve
 from sglang_diffkv.kernels.append.triton import PreparedAppend, prepare_append
-from sglang_diffkv.kernels.attach.triton import attach, freeze, keep, prepare_attach, prepare_seal
+from sglang_diffkv.kernels.attach.triton import (
+    attach,
+    freeze,
+    keep,
+    prepare_attach,
+    prepare_attach_rows,
+    prepare_seal,
+)
 from sglang_diffkv.kernels.compact_prompt.triton import PROMPTS, PreparedCompaction, PromptWorkspace, prepare_compact
 from sglang_diffkv.kernels.compact_step.triton import compact_step
 from sglang_diffkv.kernels.copy_compact.triton import PreparedCopy, form_of_cuts, prepare_copy
@@ -30,7 +37,7 @@ from sglang_diffkv.kernels.gather_scores.triton import gather_scores, smooth
 from sglang_diffkv.kernels.importance.triton import importance
 from sglang_diffkv.kernels.key_norms.triton import key_norms
 from sglang_diffkv.kernels.list_pages.triton import prepare_list
-from sglang_diffkv.kernels.measure.triton import measure, prepare_measure, prepare_tally
+from sglang_diffkv.kernels.measure.triton import measure, prepare_add_held, prepare_measure, prepare_tally
 from sglang_diffkv.kernels.parts import Part
 from sglang_diffkv.kernels.put_scores.triton import put_scores
 from sglang_diffkv.kernels.query_cache.triton import store_queries
@@ -105,6 +112,7 @@ class TritonOps(Ops):
         self.decisions = Decisions.of(WHOLE_HEADS, state, policy, max_tokens)
         self._set_blocks = prepare_set_blocks(state.row_blocks)
         self._attach = {kept_only: prepare_attach(state, kept_only=kept_only) for kept_only in (False, True)}
+        self._attach_rows = prepare_attach_rows(state)
         self._list = prepare_list(state)
         self._seal = prepare_seal(state)
         self._count_rows = {
@@ -115,7 +123,7 @@ class TritonOps(Ops):
             everything: prepare_release(state, spans, everything=everything) for everything in (False, True)
         }
         self._measure = prepare_measure(state)
-        self._tally = prepare_tally(state)
+        self._tally, self._add_held = prepare_tally(state), prepare_add_held(state)
         self._copies: dict[Hashable, PreparedCopy] = {}  # by groups of layers and forms of cuts
         self._compactions: dict[Hashable, PreparedCompaction] = {}  # by these, with tails or without
         self.buffers: list[DecodeBuffers] = []  # by growing size; a graph may hold any of them
@@ -451,8 +459,11 @@ class TritonOps(Ops):
     def attach(self, target: int, source: int, lo: int, hi: int, *, kept_only: bool = False) -> None:
         self._attach[kept_only](target, [(source, lo, hi)])
 
-    def attach_path(self, target: int, parts: Sequence[Part]) -> None:
-        self._attach[False](target, parts)
+    def attach_paths(self, paths: Sequence[tuple[int, Sequence[Part]]]) -> None:
+        if len(paths) == 1:
+            self._attach[False](*paths[0])
+        else:
+            self._attach_rows(paths)
 
     def count_rows(self, rows: torch.Tensor, *, steps: int, low_grows: bool) -> torch.Tensor:
         return self._count_rows[low_grows](rows, steps)
@@ -468,6 +479,9 @@ class TritonOps(Ops):
 
     def measure(self, rows: torch.Tensor, lo: torch.Tensor, hi: torch.Tensor) -> torch.Tensor:
         return self._measure(rows, lo, hi)
+
+    def add_held(self, rows: torch.Tensor, lo: torch.Tensor, hi: torch.Tensor, out: torch.Tensor) -> None:
+        self._add_held(rows, lo, hi, out)
 
     def tally(self, row: int, hi: int, out: torch.Tensor, number: int) -> None:
         self._tally(row, hi, out, number)

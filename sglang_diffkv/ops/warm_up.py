@@ -114,11 +114,13 @@ def warm_up(
     ops.set_blocks([0], [0])  # row 0 has no blocks
     for tier_kept in (False, True):
         ops.attach(2, 1, 0, 0, kept_only=tier_kept)
+    ops.attach_paths([(2, [(1, 0, 0)]), (0, [(1, 0, 0)])])  # row 0 holds nothing, and nobody asks for it
     ops.seal(2)
     ops.trim(2, 0)
     ops.release(2)
     ops.count_rows(one_row, steps=1, low_grows=policy.compresses and len(fmt.tiers) > 1)
     ops.measure(one_row, none[:1], none[:1])
+    ops.add_held(one_row, none[:1], none[:1], torch.zeros(1, len(fmt.tiers), dtype=torch.int64, device=device))
     ops.tally(1, 0, torch.zeros(1, len(state.fmt.tiers) + 2, dtype=torch.int64, device=state.device), 0)
     ops.list_pages(torch.zeros(5, 1, dtype=torch.int64, device=device), 1)  # none of row 0
     ops.count_owners(one_row)

@@ -196,7 +196,8 @@ def call_again(
     for number in (1, 16, 17):
         ops.attach(number + 1, number, number, 2 * number, kept_only=True)
         ops.attach(number + 1, number, number, 2 * number)
-        ops.attach_path(number + 1, [(number, number, 2 * number)] * number)
+        ops.attach_paths([(number + 1, [(number, number, 2 * number)] * number)])
+        ops.attach_paths([(row, [(number, number, 2 * number)] * number) for row in range(20, 21 + number)])
         ops.seal(number)
         ops.trim(number, number)
         ops.release(number)

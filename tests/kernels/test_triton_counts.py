@@ -152,8 +152,8 @@ def expected_counts(
         most = [max(column) for column in zip(*entries)]
         total = sum(map(sum, entries))
         private = total - sum(map(sum, kept))
-        out.append([demand, total, private, int(state.fault[row]), *most])
-    return [*out, [*state.counters.tolist(), 0, 0, *([0] * len(state.tiers))]]
+        out.append([demand, total, private, int(state.fault[row]), *most, *([0] * len(most))])
+    return [*out, [*state.counters.tolist(), 0, 0, *([0] * 2 * len(state.tiers))]]
 
 
 def expected_measure(state: PageState, row: int, lo: int, hi: int) -> np.ndarray:
@@ -250,6 +250,24 @@ def test_tallies_are_sums_of_what_is_measured(tiers: str, spans: tuple[int, ...]
     assert torch.equal(found[0], found[1]) and found[0][:-1, 0].any() and not found[0][-1].any()
 
 
+@pytest.mark.cover(1)
+@pytest.mark.parametrize("tiers", FORMATS)
+def test_what_is_added_are_sums_of_what_is_measured(tiers: str) -> None:
+    """Into columns of a larger tensor, of any alignment, whatever stands there."""
+    state = busy_manager(tiers).state
+    again, count, twin = measure_triton.prepare_add_held(state), len(state.tiers), on_cpu(state)
+    for parts in ([(5, 0, 33), (1, 7, 50), (15, 30, 61)], [(3, 0, 56)], [(4, 0, 2**40), (2, 3, 9)], []):
+        numbers = torch.tensor([0, *(x for column in zip(*parts, strict=True) for x in column)], device=DEVICE)[1:]
+        columns = numbers.view(3, len(parts)).unbind(0)
+        found = [torch.full((len(parts) + 2, 3 + count), 5, dtype=torch.int64, device=DEVICE) for _ in range(2)]
+        again(*columns, found[0][1:-1, 3:])
+        measure_module.add_held(state, *columns, found[1][1:-1, 3:])
+        expected = np.full(found[0].shape, 5)
+        for number, part in enumerate(parts):
+            expected[1 + number, 3:] += expected_measure(twin, *part)[..., :-1].sum((0, 1))
+        assert found[0].tolist() == found[1].tolist() == expected.tolist()
+
+
 def test_scratch_page_does_not_count():
     manager = starved_manager()
     check_counts(manager.state, [2, 1])
@@ -264,7 +282,7 @@ def test_no_rows(tiers):
     none = torch.zeros(0, dtype=torch.int64, device=DEVICE)
     for op in (count_rows_reference, count_rows_triton.count_rows):
         assert op(state, none, steps=1, low_grows=True).tolist() == [
-            [*state.counters.tolist(), 0, 0, *([0] * len(state.tiers))]
+            [*state.counters.tolist(), 0, 0, *([0] * 2 * len(state.tiers))]
         ]
     for op in (measure_reference, measure_triton.measure):
         assert op(state, none, none, none).shape == (0, 3, 3, len(state.tiers) + 1)
@@ -307,7 +325,7 @@ def test_owners_without_requests_and_on_the_scratch_page():
 def test_counts_are_full_heads_and_entries(tiers, low_grows):
     manager = busy_manager(tiers)
     rows = list(manager.rows)
-    out = torch.full((len(rows) + 1, 4 + len(manager.state.tiers)), -9, device=DEVICE)
+    out = torch.full((len(rows) + 1, 4 + 2 * len(manager.state.tiers)), -9, device=DEVICE)
     index = torch.tensor(rows, device=DEVICE)
     assert count_rows_reference(manager.state, index, steps=1, low_grows=low_grows, out=out) is out
     counts = out.tolist()

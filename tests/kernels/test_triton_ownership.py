@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from sglang_diffkv.kernels.attach import reference as attach_reference
-from sglang_diffkv.kernels.attach.triton import PARTS, attach, freeze, prepare_attach, prepare_seal
+from sglang_diffkv.kernels.attach.triton import PARTS, attach, freeze, prepare_attach, prepare_attach_rows, prepare_seal
 from sglang_diffkv.kernels.release import reference as release_reference
 from sglang_diffkv.kernels.release.triton import release, trim
 from sglang_diffkv.kernels.table import max_entries, row_table
@@ -90,6 +90,38 @@ def test_parts_are_attached_in_order(tiers, count, kept_only):
         attach_reference.attach(twin, 3, *part, kept_only=kept_only)
     assert_same(state, twin)
     assert state.entries[3].any()
+
+
+@pytest.mark.cover(1)
+@pytest.mark.parametrize("tiers", ["K8V4", "K8V4 K4V2", "K8V4 K4V4 K4V2"])
+def test_rows_are_attached_to_together(tiers):
+    """Rows with many parts, with one, with none that holds anything, and with none at all; one has entries already."""
+    manager = make_manager(make_format(tiers, page_tokens=4), pages=1600, layers=3, heads=2)
+    state, generator = manager.state, torch.Generator().manual_seed(3)
+    add_prompt(manager, 1, 83, generator)
+    add_prompt(manager, 2, 90, generator)
+    attach_rows = prepare_attach_rows(state)
+    targets = (9, 3, 10, 4, 5)
+    for target in targets:
+        manager.space.extend(target, tuple(60 if target == 9 else 24 for _ in state.tiers))
+    manager.space.flush()
+    attach_reference.attach(state, 10, 2, 0, 11)
+    twin = clone_state(state)
+    many = [(1 + number % 2, 3 * number, 3 * number + 5) for number in range(27)]
+    for paths in (
+        [(9, many), (3, [(2, 0, 90)]), (10, [(1, 11, 30), (2, 30, 30), (1, 30, 83)])],
+        [(4, [(2, 200, 300)]), (5, [])],
+        [(9, [(1, 7, 9)])],
+    ):
+        attach_rows(paths)
+        for target, parts in paths:
+            for part in parts:
+                attach_reference.attach(twin, target, *part)
+        assert_same(state, twin)
+    assert state.entries[9].any() and not state.entries[4].any()
+    for wrong in ([(3, [(9, 0, 4)]), (9, [(1, 0, 4)])], [(3, [(1, 0, 4)]), (3, [(1, 4, 8)])]):
+        with pytest.raises(AssertionError):
+            attach_rows(wrong)
 
 
 @pytest.mark.parametrize("tiers", ["K8V4", "K8V4 K4V2", "K8V4 K4V4 K4V2"])
