@@ -14,6 +14,7 @@ from sglang_diffkv.errors import ConfigError, UnsupportedError
 from sglang_diffkv.kernels.parts import Held, held_tokens
 from sglang_diffkv.layout.geometry import Segment
 from sglang_diffkv.srt.startup.validation import check_policy
+from sglang_diffkv.srt.tree import path_joining
 from sglang_diffkv.srt.tree.host_tier import WRITE_BACK, WRITE_THROUGH
 from sglang_diffkv.srt.tree.private_space import HighSpace, WindowSpace
 from tests.policies import diffkv_policy
@@ -104,7 +105,8 @@ def test_what_others_read_waits_until_they_end(world: World) -> None:
 
 
 @pytest.mark.parametrize("space", [HighSpace(None), WindowSpace(None, 12)])
-def test_requests_that_chose_keep_what_they_chose(space: Any) -> None:
+def test_requests_that_chose_keep_what_they_chose(space: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(path_joining, "ROOM", 2)  # no pool has room
     world = make_world(high_rows=True, most_window=64)
     history: list[int] = []
     for _ in range(5):

@@ -10,7 +10,17 @@ from unittest.mock import Mock
 import pytest
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 
-from sglang_diffkv.srt.tree.path_joining import MOST_PARTS, PATHS_A_STEP, SHARE_A_STEP, WASTE
+from sglang_diffkv.srt.tree import path_joining
+from sglang_diffkv.srt.tree.path_joining import (
+    LEAST_WASTE,
+    MOST_PARTS,
+    MOST_POSTPONED,
+    PATHS_A_STEP,
+    ROOM,
+    ROOMY_WASTE,
+    SHARE_A_STEP,
+    WASTE,
+)
 from tests.tree.tree_world import World
 
 MOST_WASTE = 1.3
@@ -35,8 +45,9 @@ def end(world: World, req: Any) -> None:
 
 
 @pytest.fixture(params=[True, False], ids=["exact", "compressed"])
-def world(request: pytest.FixtureRequest) -> Iterator[World]:
-    """Segments of their own for each turn would need 100 rows and as many pages."""
+def world(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
+    """Segments of their own for each turn would need 100 rows and as many pages. No pool counts as one with room."""
+    monkeypatch.setattr(path_joining, "ROOM", 2)
     yield World(400, longest=300, exact=request.param, segments=40, share_min=4)
 
 
@@ -292,3 +303,49 @@ def test_few_paths_are_joined_at_a_time_and_none_waits_for_good(monkeypatch: pyt
     while joiner.ended:
         joiner.scheduling_begins()
     assert looked == ended, "first come, first served"
+
+
+def test_a_pool_with_room_joins_fewer_times() -> None:
+    """A path wastes a few more pages of each head there, and fewer once the pool is full."""
+    world = World(2000, longest=300, exact=False, segments=100, share_min=4)
+    history: list[int] = []
+    wasted = []
+    for _ in range(40):
+        end(world, turn(world, history))
+        report = world.tree.report()
+        wasted.append((report["pages"] - report["pages_needed"]) / world.manager.geometry.heads)
+    few = world.tree.joiner.joined
+    assert LEAST_WASTE + 1 < max(wasted) <= max(ROOMY_WASTE, (WASTE - 1) * len(history) / 4) + 2
+    assert 0 < few < 20
+    ledger = world.allocator.ledger
+    ledger.promise("other", int(ledger.available() * (1 - ROOM / 2)))
+    for _ in range(4):
+        end(world, turn(world, history))
+    report = world.tree.report()
+    assert report["pages"] <= MOST_WASTE * report["pages_needed"] + 1
+    ledger.forget("other")
+    world.check()
+
+
+def test_paths_wait_while_a_request_waits_to_begin(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not where the pool is full, nor where many have come together."""
+    joiner = World(400, exact=False).tree.joiner
+    looked: list[Any] = []
+    monkeypatch.setattr(joiner, "_tidy", lambda node: looked.append(node) or True)
+    joiner.look_at(Mock(segment="one"))
+    for _ in range(3):
+        joiner.queue_seen([Mock()])
+        joiner.scheduling_begins()
+    assert not looked and len(joiner.ended) == 1
+    joiner.queue_seen([])
+    joiner.scheduling_begins()
+    assert len(looked) == 1 and not joiner.ended
+    for _ in range(MOST_POSTPONED):
+        joiner.look_at(Mock(segment="one"))
+    joiner.queue_seen([Mock()])
+    joiner.scheduling_begins()
+    assert len(joiner.ended) < MOST_POSTPONED and len(looked) > 1
+    monkeypatch.setattr(path_joining, "ROOM", 2)
+    before = len(looked)
+    joiner.scheduling_begins()
+    assert len(joiner.ended) + len(looked) == MOST_POSTPONED + 1 and len(looked) > before

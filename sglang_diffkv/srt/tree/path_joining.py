@@ -17,7 +17,8 @@ What is not counted yet waits for the next of these, as what has just come back 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+import math
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -41,13 +42,20 @@ WASTE = 1.25
 pages that a path wastes are bounded, and so is the work: each joining copies at most four times the pages that it
 returns."""
 
-LEAST_WASTE = 1
+LEAST_WASTE, ROOMY_WASTE = 1, 4
 """And where they hold more than so many pages of each layer and head too much: of short turns not every one is copied
-at once."""
+at once. The second number is for a pool with room, where pages are worth less than the time of a copy."""
 
-PATHS_A_STEP, SHARE_A_STEP = 4, 8
+ROOM = 1 / 4
+"""A pool of which this part is free has room."""
+
+PATHS_A_STEP, SHARE_A_STEP = 2, 8
 """So many paths are looked at before a step is scheduled, or one in so many of those that wait. Where many requests end
 at once, the next ones do not wait for all of them, and where many end all the time, few paths wait."""
+
+MOST_POSTPONED = 64
+"""While a request waits to begin, and the pool has room, no path is looked at, unless as many have come together. Steps
+of running requests leave the host time for them; a pass over new prompts waits for the host."""
 
 KEPT_ENDS = 2
 """Segments at the end of a path that stay as they are where layers slide: sliding layers hold the end of each segment,
@@ -67,12 +75,19 @@ class PathJoiner(PathRule):
         when a request ends."""
         self.ended: list[Any] = []
         """Nodes where requests ended whose paths were not looked at since."""
+        self._queued = False
+        """Whether a request waits to begin."""
+        self._least_waste = LEAST_WASTE
 
     # Events
 
+    def queue_seen(self, waiting: Iterable[Any]) -> None:
+        self._queued = any(True for _ in waiting)
+
     def scheduling_begins(self) -> None:
         """Join what requests that have ended left in small segments."""
-        self.tidy(max(PATHS_A_STEP, len(self.ended) // SHARE_A_STEP))
+        if not self._queued or len(self.ended) >= MOST_POSTPONED or not self._has_spare_pages():
+            self.tidy(max(PATHS_A_STEP, len(self.ended) // SHARE_A_STEP))
 
     def published(self, req: Any, row: int, leaf: Any, length: int, *, ended: bool) -> None:
         """``tidy`` looks at the path of a request that has ended."""
@@ -116,6 +131,7 @@ class PathJoiner(PathRule):
             counts.settle()
         elif self.manager.ranks.alone:
             counts.refresh()
+        self._least_waste = ROOMY_WASTE if self._has_spare_pages() else LEAST_WASTE
         nodes = [*dict.fromkeys(self.ended)]
         nodes, self.ended = nodes[:most], nodes[most or len(nodes) :]
         for node in nodes:
@@ -240,7 +256,7 @@ class PathJoiner(PathRule):
         waste few. ``settles``: some of them are compressed, which is worth its copy sooner."""
         needed = self.manager.segments.needed_pages(held)
         wasted = pages - needed
-        least = max((WASTE - 1) * needed, 0 if settles else LEAST_WASTE * self.manager.geometry.heads)
+        least = max((WASTE - 1) * needed, 0 if settles else self._least_waste * self.manager.geometry.heads)
         return wasted if wasted > least else 0.0
 
     def _make_room_to_tidy(self, parts: Path, node: Any, settling: Collection[Segment]) -> bool:
@@ -314,6 +330,10 @@ class PathJoiner(PathRule):
         room = room and tree.make_table_blocks(blocks)
         tree.dec_lock_ref(node)
         return room
+
+    def _has_spare_pages(self) -> bool:
+        """Whether the pool has room, as far as the host knows."""
+        return self._known_free(math.ceil(ROOM * self.manager.geometry.num_pages))
 
     def _known_free(self, pages: int) -> bool:
         """Whether the host knows of so many free pages without asking the device."""

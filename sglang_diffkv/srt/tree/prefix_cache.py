@@ -304,22 +304,19 @@ class DiffKVPrefixCache(EvictingTree):
     def _served(self, node: Any) -> int:
         """Position up to which a row may read the path to ``node``: it has room for that, and sliding layers find all
         that they see."""
-        fitting = self._made_to_fit(node)
-        return served_end(self.path(node) if fitting is None else fitting, self.manager.geometry.attention_spans)
+        return served_end(self._made_to_fit(node), self.manager.geometry.attention_spans)
 
-    def _made_to_fit(self, node: Any) -> Path | None:
-        """None if a row has room for the path to ``node``, at the latest when its pages are counted, or small parts of
-        it are joined; else as much of the path as fits."""
+    def _made_to_fit(self, node: Any) -> Path:
+        """The path to ``node`` if a row has room for it, at the latest when its pages are counted, or small parts of it
+        are joined; else as much of it as fits."""
         path = self.path(node)
         if len(path) > MOST_PARTS and self.joiner.join(node, evict=False):
             path = self.path(node)
         if self._fits(path):
-            return None
+            return path
         self.manager.segments.count_reads(path)
         if not self._fits(path) and self.joiner.join(node, evict=True):
             path = self.path(node)
-        if self._fits(path):
-            return None
         while path and not self._fits(path):
             path = path[:-1]
         return path
