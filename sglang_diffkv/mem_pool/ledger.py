@@ -8,6 +8,7 @@ pages promised to admitted prompts count as used.
 from __future__ import annotations
 
 import math
+from collections.abc import Hashable
 from contextlib import AbstractContextManager, contextmanager
 from itertools import islice
 from typing import TYPE_CHECKING, NamedTuple
@@ -20,7 +21,7 @@ from sglang_diffkv.mem_pool.page_manager import PageManager
 from sglang_diffkv.policies.base import kv_slots_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Hashable, Iterable, Iterator
+    from collections.abc import Callable, Iterable, Iterator
 
 
 def spare_pages(tiers: int) -> int:
@@ -55,6 +56,33 @@ class Promise(NamedTuple):
     kv_slots: int
 
 
+NOTHING = Promise(0, 0, 0)
+
+
+class Promises(dict[Hashable, Promise]):
+    """What each request is promised, and ``total``, their sum: many are admitted at once, and each of them asks for it
+    several times."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.total = NOTHING
+
+    def __setitem__(self, request: Hashable, promise: Promise) -> None:
+        self._change(self.get(request, NOTHING), promise)
+        super().__setitem__(request, promise)
+
+    def drop(self, request: Hashable) -> None:
+        """The request is promised nothing."""
+        self._change(self.pop(request, NOTHING), NOTHING)
+
+    def clear(self) -> None:
+        super().clear()
+        self.total = NOTHING
+
+    def _change(self, before: Promise, after: Promise) -> None:
+        self.total = Promise(*(x - y + z for x, y, z in zip(self.total, before, after, strict=True)))
+
+
 class PageLedger:
     """Free, promised and shared pages of a manager, in tokens.
 
@@ -76,7 +104,7 @@ class PageLedger:
         """Of these, those that are free; ``ask_for_kv_slots`` says who knows."""
         self.tree_pages = 0
         self.evictable_pages = 0
-        self.promised: dict[Hashable, Promise] = {}
+        self.promised = Promises()
         """Request -> what its admitted prompt may still take. Requests are keys here, and not their ids: clients choose
         ids, so two requests may have the same."""
         self.chunks: dict[Hashable, int] = {}
@@ -271,7 +299,7 @@ class PageLedger:
         return not self.manager.rows and not self.promised
 
     def promised_pages(self) -> int:
-        return sum(promise.pages for promise in self.promised.values())
+        return self.promised.total.pages
 
     @property
     def next_blocks(self) -> int:
@@ -280,7 +308,7 @@ class PageLedger:
 
     def table_starved(self, new_blocks: int = 0) -> bool:
         """Whether the page table might not hold the next step, all promises and ``new_blocks``."""
-        manager, promised = self.manager, sum(promise.blocks for promise in self.promised.values())
+        manager, promised = self.manager, self.promised.total.blocks
         needed = self.next_blocks * len(manager.rows) + new_blocks + promised + manager.prompts.planned_blocks()
         return needed > len(manager.space.free_blocks)
 
@@ -325,7 +353,7 @@ class PageLedger:
     def uncommitted_kv_slots(self) -> int:
         """Free KV slots that no admitted prompt is going to take."""
         free = self.kv_slots_free()
-        return free if self._allocating else free - sum(promise.kv_slots for promise in self.promised.values())
+        return free if self._allocating else free - self.promised.total.kv_slots
 
     def report(self) -> dict[str, float]:
         """For ``/server_info``: what is set aside now, in pages, and the growth estimate."""
@@ -400,11 +428,17 @@ class PageLedger:
         """Inside, memory limits no chunk: its pages are promised, or it was seen to fit."""
         return self.credited(1 << 40)
 
-    def admits(self, path: Path, new_tokens: int) -> bool:
-        """Whether a prompt of ``new_tokens`` after a matched ``path`` (locked) fits, evicting pages that may go."""
-        if self.table_starved(self.blocks_for(path, new_tokens)) or self.uncommitted_kv_slots() < new_tokens:
+    def admits(self, new_tokens: int, blocks: int) -> bool:
+        """Whether a prompt of ``new_tokens`` fits, evicting pages that may go. ``blocks``: ``blocks_for`` it and its
+        matched path, which is locked."""
+        if self.table_starved(blocks) or self.uncommitted_kv_slots() < new_tokens:
             return False
         return self.prompt_pages(new_tokens) <= self.uncommitted_pages() + self.evictable_pages
+
+    def has_spare(self, new_tokens: int) -> bool:
+        """Whether pages and KV slots for a prompt of ``new_tokens`` are free that nobody is going to take."""
+        fits = self.uncommitted_kv_slots() >= new_tokens
+        return fits and self.prompt_pages(new_tokens) <= self.uncommitted_pages()
 
     def compacting_tokens(self, new_tokens: int, chunk: int) -> int:
         """What a prompt is expected to take at most, in high-tier tokens, if it is compacted after each chunk: all but
@@ -449,13 +483,17 @@ class PageLedger:
         """A chunk of such a request may have so many tokens."""
         self.chunks[request] = max(self.chunks[request], chunk)
 
-    def promise(self, request: Hashable, path: Path, new_tokens: int) -> None:
-        """Set aside pages, table blocks and KV slots for ``new_tokens`` prompt tokens that are still to be computed,
-        and blocks for a ``path`` still to be attached. For a prompt that is compacted between chunks: pages for the
-        next chunk."""
+    def promise(self, request: Hashable, new_tokens: int, blocks: int | None = None) -> None:
+        """Set aside pages, table blocks and KV slots for ``new_tokens`` prompt tokens that are still to be computed.
+        For a prompt that is compacted between chunks: pages for the next chunk.
+
+        Args:
+            blocks: ``blocks_for`` these and a path that is still to be attached; None where nothing is.
+        """
         if new_tokens > 0:
             pages = self.prompt_pages(min(new_tokens, self.chunks.get(request, new_tokens)))
-            self.promised[request] = Promise(pages, self.blocks_for(path, new_tokens), new_tokens)
+            blocks = self.blocks_for([], new_tokens) if blocks is None else blocks
+            self.promised[request] = Promise(pages, blocks, new_tokens)
         else:
             self.forget(request)
 
@@ -465,5 +503,5 @@ class PageLedger:
 
     def forget(self, request: Hashable) -> None:
         """The request's prompt is computed, or it leaves."""
-        self.promised.pop(request, None)
+        self.promised.drop(request)
         self.chunks.pop(request, None)

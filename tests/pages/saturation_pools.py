@@ -114,7 +114,7 @@ class DiffKVServer:
         return self.ledger.available()
 
     def admits(self, tokens: int) -> bool:
-        return self.ledger.admits([], tokens)
+        return self.ledger.admits(tokens, self.ledger.blocks_for([], tokens))
 
     def saved(self, tokens: int, chunk: int, longest: int) -> tuple[int, bool]:
         """What a prompt takes less if it is compacted between chunks, 0 if it may not, and whether it fits then."""
@@ -127,7 +127,7 @@ class DiffKVServer:
         """Set pages aside for an admitted prompt; ``chunk`` 0 if it is not compacted between chunks."""
         if chunk:
             self.ledger.chunks[str(req.row)] = chunk
-        self.ledger.promise(str(req.row), [], req.fill)
+        self.ledger.promise(str(req.row), req.fill)
 
     def holds(self, req: Request) -> bool:
         """Whether a prompt's next chunk has to wait."""
@@ -144,7 +144,7 @@ class DiffKVServer:
                 ending.append(req.row)
             elif str(req.row) in self.ledger.chunks:
                 compacting.append(req.row)
-            self.ledger.promise(str(req.row), [], req.fill - req.done - count)
+            self.ledger.promise(str(req.row), req.fill - req.done - count)
             rows.append(req.row)
             counts.append(count)
             starts.append(req.done)

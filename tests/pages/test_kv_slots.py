@@ -75,10 +75,10 @@ def test_kv_slots_of_admitted_prompts_are_set_aside():
     allocator, ledger = world.allocator, world.allocator.ledger
     running = world.prompt(world.tokens(20))
     held = allocator.alloc(allocator.kv_slots_free() - 60)
-    assert ledger.admits([], 50)
-    ledger.promise("chunked", [], 50)
+    assert ledger.admits(50, ledger.blocks_for([], 50))
+    ledger.promise("chunked", 50)
     assert ledger.available() == 10
-    assert not ledger.admits([], 11)
+    assert not ledger.admits(11, ledger.blocks_for([], 11))
     with ledger.prefilling():
         assert ledger.available() == 60, "the prompt's own allocation finds its KV slots"
     ledger.forget("chunked")

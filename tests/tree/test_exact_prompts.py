@@ -35,9 +35,9 @@ def test_room_for_a_copy_is_judged_with_the_prompt_counted() -> None:
     world.manager.counts.settle()
     world.leave(world.prompt(world.tokens(60)), insert=False)
     req = world.start(world.tokens(120))
-    world.allocator.ledger.promise(req.rid, [], 120)
+    world.allocator.ledger.promise(req.rid, 120)
     world.tree.make_pages(0, partly=True)
-    world.allocator.ledger.promise(req.rid, [], 0)
+    world.allocator.ledger.promise(req.rid, 0)
     world.plan(req)
     world.launch(req)
     assert not faults(world.manager, [req.kv.req_pool_idx])
@@ -114,7 +114,7 @@ def test_a_copy_s_scores_are_dropped_with_the_prompt() -> None:
     world = World(1000)
     prefix = world.tokens(100)
     world.leave(world.prompt([*prefix, 1]), insert=False)
-    world.allocator.ledger.promise("other", [], 860)  # no room for a copy
+    world.allocator.ledger.promise("other", 860)  # no room for a copy
     req = world.start(prefix + world.tokens(30))
     assert world.manager.prompts.shared_scores
     world.plan(req)
@@ -199,9 +199,9 @@ def test_a_last_reader_without_room_reads_on() -> None:
     world.leave(world.prompt([*prefix, 1]), insert=False)
     stays, goes = two_readers(world, prefix, 30)
     world.leave(goes, insert=False)
-    world.allocator.ledger.promise("other", [], 150)
+    world.allocator.ledger.promise("other", 150)
     world.requests.exact.copy_alone([stays])
     assert world.requests.exact.outcomes["copied later"] == 0
     assert world.manager.rows.shared(stays.kv.req_pool_idx) == 104
-    world.allocator.ledger.promise("other", [], 0)
+    world.allocator.ledger.promise("other", 0)
     world.leave(stays)

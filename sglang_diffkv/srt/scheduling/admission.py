@@ -34,8 +34,11 @@ def add_one_req(original: Any, self: Any, req: Any, *args: Any, **kwargs: Any) -
     result, compacted = AddReqResult.NO_TOKEN, False
     cut = None if chunked else requests.tokens_to_branch(req)
     with ledger.checking():
-        with compat.node_locked(self, req.last_node):
-            admission = requests.check(req, _whole_chunk(self), [*running, *self.can_run_list], self.new_token_ratio)
+        asked = req, _whole_chunk(self), [*running, *self.can_run_list], self.new_token_ratio
+        admission = requests.check_spare(*asked)
+        if admission is None:
+            with compat.node_locked(self, req.last_node):
+                admission = requests.check(*asked)
         if chunked and getattr(self, "diffkv_cut", False) and admission.needed > self.rem_chunk_tokens:
             return AddReqResult.OTHER  # SGLang follows one prompt of several chunks at a time
         with (

@@ -69,13 +69,14 @@ class Admission:
     """Whether a prompt of ``needed`` tokens behind a matched ``path`` has room.
 
     Attributes:
-        growth: what its generated tokens are expected to take. fits: with nothing compressed. fits_compacted: if it is
-            compacted after each chunk of ``chunk`` tokens, by which it is expected to take ``saved`` tokens less; 0 if
-            it may not be.
+        blocks: table blocks that it takes until its first decode step. growth: what its generated tokens are expected
+            to take. fits: with nothing compressed. fits_compacted: if it is compacted after each chunk of ``chunk``
+            tokens, by which it is expected to take ``saved`` tokens less; 0 if it may not be.
     """
 
     path: Path
     needed: int
+    blocks: int
     growth: compat.Growth
     fits: bool
     fits_compacted: bool
@@ -113,6 +114,7 @@ class RequestLifecycle:
         if self.receiving is not None:
             self.receiving.tree = tree
         self.listeners: Sequence[RequestListener] = parts.listeners
+        self._hear_chunks = [x for x in self.listeners if type(x).chunk_planned is not RequestListener.chunk_planned]
 
     def reports(self) -> dict[str, Mapping[str, float]]:
         """What the optional parts tell, by the names under which ``/server_info`` has it."""
@@ -123,6 +125,20 @@ class RequestLifecycle:
         return self.tree.path(req.last_node)
 
     # Admission
+
+    def check_spare(self, req: Any, chunk: int, running: Sequence[Any], ratio: float = 1.0) -> Admission | None:
+        """``check`` of a prompt of one chunk for which nothing has to be evicted, so that its path need not be locked.
+        None if something may have to, or if requests hold budgets."""
+        ledger, needed = self.ledger, compat.prompt_len(req) - compat.prefix_len(req)
+        if self.admission_rule.budget or chunk < needed or not ledger.has_spare(needed):
+            return None
+        path = self.path(req)
+        blocks = ledger.blocks_for(path, needed)
+        if ledger.table_starved(blocks):
+            return None
+        self._forget_refused()
+        growth, fits = self.admission_rule.check(req, needed, running, ratio)
+        return Admission(path, needed, blocks, growth, fits=fits, fits_compacted=False, chunk=chunk, saved=0)
 
     def check(self, req: Any, chunk: int, running: Sequence[Any], ratio: float = 1.0) -> Admission:
         """Whether a request's prompt has room, evicting what may go. Its matched path must be locked.
@@ -135,14 +151,16 @@ class RequestLifecycle:
         self._forget_refused()
         needed = compat.prompt_len(req) - compat.prefix_len(req)
         path = self.path(req)
-        self.tree.make_table_blocks(ledger.blocks_for(path, needed))
+        blocks = ledger.blocks_for(path, needed)
+        self.tree.make_table_blocks(blocks)
         self.tree.make_kv_slots(needed)
-        fits_pages = ledger.admits(path, needed)
+        fits_pages = ledger.admits(needed, blocks)
         compacts = chunk < needed and self._may_compact(req, path, needed, running)
         growth, fits = self.admission_rule.check(req, needed, running, ratio)
         return Admission(
             path,
             needed,
+            blocks,
             growth,
             fits=fits and fits_pages,
             fits_compacted=compacts and ledger.admits_compacting(needed, chunk),
@@ -171,7 +189,7 @@ class RequestLifecycle:
         next step. ``compacted``: it is compacted between chunks."""
         if compacted:
             self.ledger.compact_between_chunks(req, admission.chunk)
-        self.ledger.promise(req, admission.path, admission.needed)
+        self.ledger.promise(req, admission.needed, admission.blocks)
         self.tree.make_pages(0, partly=True)
 
     def turn_away(self, req: Any, admission: Admission) -> bool:
@@ -225,7 +243,7 @@ class RequestLifecycle:
         if req not in ledger.chunks:
             return True
         ledger.allow_chunk(req, chunk)
-        ledger.promise(req, [], compat.prompt_len(req) - compat.prefix_len(req))
+        ledger.promise(req, compat.prompt_len(req) - compat.prefix_len(req))
         if ledger.uncommitted_pages() < 0:
             self.manager.counts.settle()  # the last chunk's compaction may have made room
             self.tree.make_pages(0, partly=True)
@@ -266,29 +284,30 @@ class RequestLifecycle:
         Raises BatchRefused.
         """
         rows, starts, counts, prompts, ending, compacting = [], [], [], [], [], []
-        for req in reqs:
-            row, start, end = compat.allocated_row_of(req), compat.prefix_len(req), compat.extend_end(req)
-            prompt = compat.prompt_len(req)
-            if compat.keeps_high(req):
-                self.manager.high.keep(row)
-            if window := compat.own_window(req):
-                self.manager.windows.keep(row, window)
-            if start and row not in self.manager.rows:
-                with self.refusing(reqs, req):
-                    self.begin_prompt(req)
-            if end == prompt:
-                ending.append(row)
-            elif req in self.ledger.chunks:
-                compacting.append(row)
-            self.ledger.promise(req, [], prompt - end)
-            rows.append(row)
-            starts.append(start)
-            counts.append(end - start)
-            prompts.append(prompt)
+        with self.refusing(reqs), self.manager.device.attaching_together():
+            for req in reqs:
+                row, start, end = compat.allocated_row_of(req), compat.prefix_len(req), compat.extend_end(req)
+                prompt = compat.prompt_len(req)
+                if compat.keeps_high(req):
+                    self.manager.high.keep(row)
+                if window := compat.own_window(req):
+                    self.manager.windows.keep(row, window)
+                if start and row not in self.manager.rows:
+                    with self.refusing(reqs, req):
+                        self.begin_prompt(req)
+                if end == prompt:
+                    ending.append(row)
+                elif req in self.ledger.chunks:
+                    compacting.append(row)
+                self.ledger.promise(req, prompt - end)
+                rows.append(row)
+                starts.append(start)
+                counts.append(end - start)
+                prompts.append(prompt)
         with self.refusing(reqs):
             step = self.manager.plan_step(rows, counts, starts, prompts=prompts, ending=ending, compacting=compacting)
         alone = [self.retracted.reads_alone(req) for req in reqs]
-        for part in self.listeners:
+        for part in self._hear_chunks:
             for req, row, alone_, count, start in zip(reqs, rows, alone, counts, starts, strict=True):
                 with self.refusing(reqs, req) if part.refuses or self.manager.ranks.alone else nullcontext():
                     part.chunk_planned(req, row, start + count, ends=row in step.ending, alone=alone_)
