@@ -148,6 +148,12 @@ class Holding:
         """Bytes of the pages of such a request, on one rank."""
         return self.tokens(prompt, reply) / self.plan.fmt.high.tokens * self.plan.fmt.page_bytes * self.plan.heads
 
+    @property
+    def window(self) -> int:
+        """Newest tokens that stay in the high tier."""
+        policy = self.plan.config.build_policy()
+        return policy.window if policy.compresses and not policy.prunes else 0
+
     def prompt_tokens(self, prompt: int) -> float:
         """High-tier tokens that a prompt takes while it is computed."""
         return float(prompt)
@@ -161,6 +167,8 @@ class StockHolding:
     capacity: int
     token_bytes: int
     spans: tuple[int, ...] = ()
+    window: int = 0
+    """Of a tier of its own: all tokens are alike."""
 
     def tokens(self, prompt: int, reply: int) -> float:
         """Tokens that a request takes: in layers with a window those that it can see."""
@@ -187,6 +195,15 @@ class Running:
     mean: float
 
 
+def _reserved(holding: Holding | StockHolding, prompt: int, reply: int, ended: float) -> float:
+    """What admission expects of a reply (``PageLedger.growth``): whole until the window is full, then as what is behind
+    it takes. ``ended``: what a request takes at its end."""
+    more, inside = min(reply, CLIP), min(holding.window, prompt + reply)
+    full = min(max(holding.window - prompt, 0), more)
+    behind = max(prompt + reply - inside, 1)
+    return full + (more - full) * min(GROWTH_MARGIN * max(ended - inside, 0.0) / behind, 1.0)
+
+
 def running(holding: Holding | StockHolding, prompt: int, reply: int, most: int | None) -> Running:
     """How many run in a pool. ``most``: requests that SGLang lets run, None for no limit.
 
@@ -201,8 +218,7 @@ def running(holding: Holding | StockHolding, prompt: int, reply: int, most: int 
     together = min(capacity / ended, 1 + (capacity - holding.prompt_tokens(prompt)) / before)
     steps = [reply * (x + 0.5) / SAMPLES for x in range(SAMPLES)]
     mean_held = sum(holding.tokens(prompt, round(x)) for x in steps) / SAMPLES
-    grows = min(reply, CLIP) * min(GROWTH_MARGIN * ended / (prompt + reply), 1.0)
-    free = (holding.prompt_tokens(prompt) + grows) / 2
+    free = (holding.prompt_tokens(prompt) + _reserved(holding, prompt, reply, ended)) / 2
     mean = max((capacity - free) / mean_held, 1.0)
     limit = most or math.inf
     return Running(int(min(together, limit)), min(mean, limit))

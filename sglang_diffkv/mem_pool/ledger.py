@@ -21,7 +21,7 @@ from sglang_diffkv.mem_pool.page_manager import PageManager
 from sglang_diffkv.policies.base import kv_slots_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
 
 def spare_pages(tiers: int) -> int:
@@ -36,16 +36,16 @@ def pages_for(capacity: int, page_tokens: int, heads: int, tiers: int = 2) -> in
 
 
 GROWTH_MARGIN = 1.1
-"""Generated tokens are expected to take this many times the pages that running requests take for theirs."""
+"""Tokens behind the window are expected to take this many times the pages that running requests take for theirs."""
 
 PROMPT_MARGIN = 1.05
 """The same for prompts that are compacted between chunks."""
 
 ESTIMATE_TOKENS = 512
-"""Tokens of running requests from which their pages tell what a generated token takes."""
+"""Tokens behind the windows of running requests from which their pages tell what such a token takes."""
 
 ROW_ESTIMATE_TOKENS = 256
-"""Tokens of one request from which its own pages tell what its tokens take."""
+"""The same of one request, whose own pages tell it then."""
 
 
 class Promise(NamedTuple):
@@ -185,10 +185,10 @@ class PageLedger:
         return geometry.most_pages(tokens) + geometry.heads * ragged
 
     def growth_estimate(self) -> float:
-        """What a generated token is expected to take, in high-tier tokens: at most 1. Measured on the running requests
-        whose prompt is compacted; where they are few, the last value stands. Requests that keep all tokens in the
-        high tier, or have a window of their own, are not among them. Of layers with a sliding window those tokens
-        count that they hold.
+        """What a token behind the window is expected to take, in high-tier tokens: at most 1. A request that generates
+        moves its window on, and so grows by such tokens. Measured on the running requests whose prompt is compacted;
+        where they are few, the last value stands. Requests that keep all tokens in the high tier, or have a window of
+        their own, are not among them. Of layers with a sliding window those tokens count that they hold.
 
         An estimate for admission only. Should requests grow faster, free pages still bound each step, and SGLang
         retracts. A request that holds a budget grows in the high tier between its compressions; what such requests take
@@ -203,20 +203,56 @@ class PageLedger:
         self._estimated_at = now
         rows = [row for row in manager.rows if not manager.rows.in_prompt(row) and manager.counts.pages[row]]
         rows = [row for row in rows if row not in manager.high and row not in manager.windows]
-        lengths = [manager.rows.length(row) for row in rows]
-        if sum(lengths) >= ESTIMATE_TOKENS:
-            held = int(manager.counts.pages[rows].sum()) * manager.fmt.high.tokens / manager.geometry.heads
-            self._estimate = min(GROWTH_MARGIN * held / sum(map(self._within_windows, lengths)), 1.0)
+        inside, behind = (sum(x) for x in zip(*(self._parts(row) for row in rows), strict=True)) if rows else (0, 0)
+        if behind >= ESTIMATE_TOKENS:
+            self._estimate = self._price(self._taken(rows), inside, behind)
         return self._estimate
+
+    def _taken(self, rows: Sequence[int]) -> float:
+        """High-tier tokens that the pages of ``rows`` stand for, as they were counted last."""
+        manager = self.manager
+        return int(manager.counts.pages[rows].sum()) * manager.fmt.high.tokens / manager.geometry.heads
+
+    def _parts(self, row: int) -> tuple[float, float]:
+        """Tokens of a row that layers hold on average: those inside its window, which are all in the high tier, and
+        those behind it. Where tokens are dropped a window tells little, and all count as behind it."""
+        length, window = self.manager.rows.length(row), self._window_of(row)
+        inside = self._within_spans(min(length, window))
+        return inside, self._within_spans(length) - inside
+
+    def _window_of(self, row: int | None) -> int:
+        manager = self.manager
+        if manager.policy.prunes:
+            return 0
+        return manager.policy.window if row is None else manager.windows.window_of(row)
+
+    @property
+    def _prices(self) -> tuple[float, float]:
+        """The least that a token takes, and the most. Under pressure a window is smaller than its size says, so what is
+        behind it seems to take too little."""
+        fmt = self.manager.fmt
+        return 0.0 if self.manager.policy.prunes else fmt.high.tokens / max(x.tokens for x in fmt.layouts), 1.0
+
+    def _price(self, taken: float, inside: float, behind: float) -> float:
+        """What a token behind a window takes, where so many take so much with those inside."""
+        least, most = self._prices
+        return min(GROWTH_MARGIN * max((taken - inside) / behind, least), most)
 
     @property
     def last_estimate(self) -> float:
         """``growth_estimate`` as it was last asked for: reading it on one rank alone leaves the others' equal."""
         return self._estimate
 
-    def _within_windows(self, length: float) -> float:
-        """Of a sequence of ``length`` tokens, those that layers hold on average as far as their windows go."""
+    def _within_spans(self, length: float) -> float:
+        """Of a sequence of ``length`` tokens, those that layers hold on average as far as they see."""
         return length * kept_in_layers(self.manager.geometry.attention_spans, length) if length else 0.0
+
+    def _grown(self, length: float, more: float, window: int, price: float) -> float:
+        """High-tier tokens that ``more`` tokens behind ``length`` take: whole until the window is full, and then at
+        the price of those that leave it."""
+        full = max(min(window - length, more), 0)
+        before, filled = self._within_spans(length), self._within_spans(length + full)
+        return filled - before + (self._within_spans(length + more) - filled) * price
 
     def growth(self, length: int, more: int) -> float:
         """High-tier tokens that ``more`` generated ones are expected to take behind ``length``, by the growth
@@ -224,47 +260,31 @@ class PageLedger:
         running = self.manager.running
         if running is not None:
             return running.growing(length, more) * self.growth_estimate()
-        return (self._within_windows(length + more) - self._within_windows(length)) * self.growth_estimate()
+        return self._grown(length, more, self._window_of(None), self.growth_estimate())
 
     def whole_growth(self, length: int, more: float) -> float:
         """The same of a request that keeps all tokens in the high tier."""
-        return self._within_windows(length + more) - self._within_windows(length)
+        return self._within_spans(length + more) - self._within_spans(length)
 
     def growth_of(self, row: int | None, more: float) -> float:
         """The same of a running request, by its own pages where it is long enough."""
         manager, running = self.manager, self.manager.running
         length = 0 if row is None else manager.rows.length(row)
-        if row is not None and self._grows_whole(row, length):
+        if row is not None and row in manager.high:
             return self.whole_growth(length, more)
         if row is None or not length:
             return more * self.growth_estimate()
         if running is not None:
             return min(more, max(running.rule.limit - running.held(row), 0)) * self.growth_estimate()
-        return (self._within_windows(length + more) - self._within_windows(length)) * self._estimate_of(row, length)
+        return self._grown(length, more, self._window_of(row), self._estimate_of(row))
 
-    def _grows_whole(self, row: int, length: int) -> bool:
-        """Whether each generated token of a row counts as one of the high tier: of those with a larger window than
-        usual, until they are long enough to be judged by their own pages."""
-        manager = self.manager
-        if row in manager.high:
-            return True
-        return length < ROW_ESTIMATE_TOKENS and manager.windows.window_of(row) > manager.policy.window
-
-    def _estimate_of(self, row: int, length: int) -> float:
+    def _estimate_of(self, row: int) -> float:
         """The growth estimate by the pages of one request, if it is long enough."""
-        manager, usual = self.manager, self.growth_estimate()  # measured anew whoever asks
-        if length >= ROW_ESTIMATE_TOKENS and not manager.rows.in_prompt(row):
-            taken = float(manager.counts.pages[row]) * manager.fmt.high.tokens / manager.geometry.heads
-            if taken > 0:
-                return min(GROWTH_MARGIN * taken / self._within_windows(length), 1.0)
+        usual = self.growth_estimate()  # measured anew whoever asks
+        inside, behind = self._parts(row)
+        if behind >= ROW_ESTIMATE_TOKENS and not self.manager.rows.in_prompt(row) and (taken := self._taken([row])):
+            return self._price(taken, inside, behind)
         return usual
-
-    def _estimates(self, rows: np.ndarray, held: np.ndarray) -> np.ndarray:
-        """The growth estimates of ``rows`` [n] by their own pages, of which layers hold ``held`` [n] tokens; of those
-        that are not counted yet the usual one."""
-        manager = self.manager
-        taken = manager.counts.pages[rows] * manager.fmt.high.tokens / manager.geometry.heads
-        return np.where(taken > 0, np.minimum(GROWTH_MARGIN * taken / held, 1.0), self.growth_estimate())
 
     def room_for_refused(self, expected: Iterable[tuple[int | None, float]]) -> bool:
         """Whether the last refused request would fit beside what running requests may generate yet, given as (row,
@@ -275,23 +295,28 @@ class PageLedger:
 
     def growth_of_all(self, expected: Iterable[tuple[int | None, float]]) -> float:
         """The sum of ``growth_of`` over running requests, given as (row, tokens)."""
-        manager = self.manager
-        if manager.running is not None or any(manager.geometry.attention_spans):
-            return sum(self.growth_of(row, tokens) for row, tokens in expected)
-        others, kept, scored = 0.0, 0.0, []
-        for row, tokens in expected:
-            length = 0 if row is None else manager.rows.length(row)
-            if row is not None and self._grows_whole(row, length):
-                kept += tokens
-            elif row is None or length < ROW_ESTIMATE_TOKENS or manager.rows.in_prompt(row):
-                others += tokens
-            else:
-                scored.append((row, length, tokens))
-        growth = others * self.growth_estimate() + kept
-        if scored:
-            rows, lengths, more = (np.array(x) for x in zip(*scored, strict=True))
-            growth += float(self._estimates(rows, lengths) @ more)
-        return growth
+        manager, wanted = self.manager, list(expected)
+        alike = [(row, tokens) for row, tokens in wanted if row is not None and manager.rows.length(row)]
+        if manager.running is not None or any(manager.geometry.attention_spans) or not alike:
+            return sum(self.growth_of(row, tokens) for row, tokens in wanted)
+        usual = self.growth_estimate()
+        rows, more = [row for row, _ in alike], np.array([tokens for _, tokens in alike], dtype=float)
+        length, window, whole, tells = np.array(
+            [
+                (manager.rows.length(x), self._window_of(x), x in manager.high, not manager.rows.in_prompt(x))
+                for x in rows
+            ]
+        ).T  # [n] each
+        inside = np.minimum(length, window)
+        behind = length - inside
+        taken = manager.counts.pages[rows] * manager.fmt.high.tokens / manager.geometry.heads
+        tells = (tells > 0) & (taken > 0) & (behind >= ROW_ESTIMATE_TOKENS)
+        least, most = self._prices
+        own = np.clip(GROWTH_MARGIN * np.maximum((taken - inside) / np.maximum(behind, 1), least), None, most)
+        price = np.where(whole > 0, 1.0, np.where(tells, own, usual))
+        full = np.clip(window - length, 0, more)
+        others = sum(tokens for _, tokens in wanted) - more.sum()  # of requests that hold nothing yet
+        return float((full + (more - full) * price).sum() + others * usual)
 
     @property
     def idle(self) -> bool:

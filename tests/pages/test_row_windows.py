@@ -127,18 +127,20 @@ def test_pressure_leaves_windows_that_were_asked_for() -> None:
 
 
 def test_what_it_takes_counts_as_such() -> None:
-    """The growth estimate is that of the others. A row of a larger window counts whole until it is long."""
+    """The growth estimate is that of the others. A row counts whole until its own window is full."""
     manager = make_manager(policy=diffkv_policy(50.0, 0.0, window=8), pages=1200, most_window=MOST)
     session, ledger = Session(manager), PageLedger(manager, 2000)
     manager.windows.keep(1, 60)
     manager.windows.keep(4, 4)
-    session.extend({1: 100, 2: 300, 3: 300, 4: 100}, check=False)
+    session.extend({1: 40, 2: 300, 3: 300, 4: 100}, check=False)
     for row in (1, 2, 3, 4):
         session.end_prompt(row)
     session.step([1, 2, 3, 4], check=False)
     manager.counts.settle()
-    assert ledger.growth_estimate() < 0.7
-    assert ledger.growth_of(1, 100) == 100 > ledger.growth_of(4, 100)
+    price = ledger.growth_estimate()
+    assert price < 0.7
+    assert ledger.growth_of(1, 100) == pytest.approx(60 - 41 + 81 * price)
+    assert ledger.growth_of(1, 10) == 10 and ledger.growth_of(4, 100) == pytest.approx(100 * price)
     expected = [(1, 100.0), (2, 50.0), (4, 50.0)]
     assert ledger.growth_of_all(expected) == pytest.approx(sum(ledger.growth_of(row, n) for row, n in expected))
 

@@ -47,7 +47,7 @@ def test_the_estimate_is_what_running_requests_hold() -> None:
     session.step([1, 2])
     manager.counts.settle()
     held = sum(manager.device.pages_of(row) for row in (1, 2)) * manager.fmt.high.tokens / manager.geometry.heads
-    assert ledger.growth_estimate() == pytest.approx(GROWTH_MARGIN * held / 602)
+    assert ledger.growth_estimate() == pytest.approx(GROWTH_MARGIN * (held - 2 * 8) / (602 - 2 * 8)), "but windows"
     assert ledger.growth_estimate() < 0.75
     before = ledger.growth_estimate()
     session.release(1)
@@ -80,6 +80,56 @@ def test_what_all_take_is_what_each_takes() -> None:
     found = ledger.growth_of_all(expected)
     assert found == pytest.approx(sum(ledger.growth_of(row, tokens) for row, tokens in expected))
     assert 0 < found < sum(tokens for _, tokens in expected) and ledger.growth_of_all([]) == 0
+
+
+@pytest.mark.parametrize("prompt", [40, 400])
+def test_growth_is_what_tokens_behind_the_window_take(prompt: int) -> None:
+    """A request keeps its window whatever its length, so it grows by what leaves it, and until the window is full by
+    whole tokens. By the mean over all its tokens it would be an eighth more."""
+    session, ledger = session_of(diffkv_policy(1e9, 0.0, window=96))
+    manager, more = session.manager, 160
+    session.extend({1: prompt, 2: 700}, check=False)
+    for row in (1, 2):
+        session.end_prompt(row)
+    session.step([1, 2], check=False)
+    manager.counts.settle()
+    taken = lambda: manager.device.pages_of(1) * manager.fmt.high.tokens / manager.geometry.heads  # noqa: E731
+    before, expected = taken(), ledger.growth_of(1, more)
+    assert (
+        expected
+        == pytest.approx(ledger.growth_of_all([(1, more)]))
+        == pytest.approx(ledger.growth(prompt + 1, more), rel=0.1)
+    )
+    for _ in range(more):
+        session.step([1, 2], check=False)
+    page = manager.fmt.high.tokens
+    assert taken() - before - page <= expected <= GROWTH_MARGIN * (taken() - before) + page
+    by_mean = GROWTH_MARGIN * more * before / (prompt + 1)
+    assert prompt == 40 or by_mean > 1.1 * expected
+
+
+def test_under_pressure_a_token_takes_what_the_smallest_tier_takes() -> None:
+    """Windows are smaller then than their size says."""
+    session, ledger = session_of(diffkv_policy(1e9, 0.0, window=96, pressure_window=8))
+    manager = session.manager
+    session.extend({1: 600}, check=False)
+    session.end_prompt(1)
+    for _ in range(40):
+        session.step([1], check=False)
+    assert manager.pressure is not None and manager.pressure.relieve([1]) == [1]
+    manager.counts.settle()
+    high, low = manager.fmt.layouts
+    assert ledger.growth_estimate() == pytest.approx(GROWTH_MARGIN * high.tokens / low.tokens)
+
+
+def test_where_tokens_are_dropped_all_of_them_tell() -> None:
+    session, ledger = session_of(diffkv_policy(50.0, 40.0, window=8))
+    session.extend({1: 600}, check=False)
+    session.end_prompt(1)
+    session.step([1], check=False)
+    session.manager.counts.settle()
+    held = session.manager.device.pages_of(1) * session.manager.fmt.high.tokens / session.manager.geometry.heads
+    assert ledger.growth_estimate() == pytest.approx(min(GROWTH_MARGIN * held / 601, 1.0))
 
 
 def test_the_estimate_of_a_single_tier_is_one() -> None:
@@ -144,7 +194,7 @@ def test_a_long_request_has_an_estimate_of_its_own() -> None:
     session.step([1, 2, 3])
     manager.counts.settle()
     held = manager.device.pages_of(1) * manager.fmt.high.tokens / manager.geometry.heads
-    assert ledger.growth_of(1, 40) == pytest.approx(40 * GROWTH_MARGIN * held / 301)
+    assert ledger.growth_of(1, 40) == pytest.approx(40 * GROWTH_MARGIN * (held - 8) / (301 - 8))
     assert ledger.growth_of(1, 40) < ledger.growth(300, 40) == pytest.approx(40 * ledger.growth_estimate())
     assert ledger.growth_of(2, 40) == 40, "all of it stayed in the high tier"
     assert ledger.growth_of(3, 40) == ledger.growth_of(None, 40) == ledger.growth(9, 40)

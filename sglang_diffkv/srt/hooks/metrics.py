@@ -32,7 +32,7 @@ FAMILIES = (
     Family("diffkv_segments", "Parts of sequences that the prefix cache holds pages for."),
     Family("diffkv_headroom_pages", "Free pages set aside for the next decode steps of running requests."),
     Family("diffkv_promised_pages", "Free pages set aside for admitted prompts that are still being computed."),
-    Family("diffkv_growth_price", "What a generated token is expected to take, in tokens at the high tier."),
+    Family("diffkv_growth_price", "What a token behind the window is expected to take, in tokens at the high tier."),
     Family("diffkv_faults_total", "Requests that found no free page and ended with an error.", total=True),
     Family("diffkv_finished_requests_total", "Requests that finished.", total=True),
     Family(
