@@ -11,7 +11,7 @@ import math
 from collections.abc import Hashable
 from contextlib import AbstractContextManager, contextmanager
 from itertools import islice
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -203,9 +203,10 @@ class PageLedger:
         self._estimated_at = now
         rows = [row for row in manager.rows if not manager.rows.in_prompt(row) and manager.counts.pages[row]]
         rows = [row for row in rows if row not in manager.high and row not in manager.windows]
-        inside, behind = (sum(x) for x in zip(*(self._parts(row) for row in rows), strict=True)) if rows else (0, 0)
-        if behind >= ESTIMATE_TOKENS:
-            self._estimate = self._price(self._taken(rows), inside, behind)
+        length, window = np.array([manager.rows.length(row) for row in rows]), self._window_of(None)
+        inside, behind = self._parts(length, window)
+        if (all_behind := float(behind.sum())) >= ESTIMATE_TOKENS:
+            self._estimate = float(self._price(self._taken(rows), float(inside.sum()), all_behind))
         return self._estimate
 
     def _taken(self, rows: Sequence[int]) -> float:
@@ -213,30 +214,30 @@ class PageLedger:
         manager = self.manager
         return int(manager.counts.pages[rows].sum()) * manager.fmt.high.tokens / manager.geometry.heads
 
-    def _parts(self, row: int) -> tuple[float, float]:
-        """Tokens of a row that layers hold on average: those inside its window, which are all in the high tier, and
-        those behind it. Where tokens are dropped a window tells little, and all count as behind it."""
-        length, window = self.manager.rows.length(row), self._window_of(row)
-        inside = self._within_spans(min(length, window))
-        return inside, self._within_spans(length) - inside
+    def _parts(self, length: np.ndarray, window: int | np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Of rows of so many tokens ([n]), those inside their windows, which are all in the high tier, and those behind
+        them: as many as layers hold on average."""
+        inside, behind = np.minimum(length, window), np.maximum(length - window, 0)
+        if not any(self.manager.geometry.attention_spans):
+            return inside, behind
+        held, inside = (np.array([self._within_spans(x) for x in part.tolist()]) for part in (length, inside))
+        return inside, held - inside
 
     def _window_of(self, row: int | None) -> int:
+        """Newest tokens of a row that stay in the high tier; None: of most rows. Where tokens are dropped that tells
+        little, and all count as behind the window."""
         manager = self.manager
         if manager.policy.prunes:
             return 0
         return manager.policy.window if row is None else manager.windows.window_of(row)
 
-    @property
-    def _prices(self) -> tuple[float, float]:
-        """The least that a token takes, and the most. Under pressure a window is smaller than its size says, so what is
-        behind it seems to take too little."""
+    def _price(self, taken: Any, inside: Any, behind: Any) -> Any:
+        """What a token behind a window takes, where so many take so much with those inside: of one row or of several.
+        Under pressure a window is smaller than its size says; no token takes less than one of the smallest tier."""
         fmt = self.manager.fmt
-        return 0.0 if self.manager.policy.prunes else fmt.high.tokens / max(x.tokens for x in fmt.layouts), 1.0
-
-    def _price(self, taken: float, inside: float, behind: float) -> float:
-        """What a token behind a window takes, where so many take so much with those inside."""
-        least, most = self._prices
-        return min(GROWTH_MARGIN * max((taken - inside) / behind, least), most)
+        least = 0.0 if self.manager.policy.prunes else fmt.high.tokens / max(x.tokens for x in fmt.layouts)
+        found = GROWTH_MARGIN * np.maximum((taken - inside) / np.maximum(behind, 1), least)
+        return np.minimum(found, 1.0)
 
     @property
     def last_estimate(self) -> float:
@@ -280,10 +281,10 @@ class PageLedger:
 
     def _estimate_of(self, row: int) -> float:
         """The growth estimate by the pages of one request, if it is long enough."""
-        usual = self.growth_estimate()  # measured anew whoever asks
-        inside, behind = self._parts(row)
-        if behind >= ROW_ESTIMATE_TOKENS and not self.manager.rows.in_prompt(row) and (taken := self._taken([row])):
-            return self._price(taken, inside, behind)
+        usual, rows = self.growth_estimate(), self.manager.rows  # measured anew whoever asks
+        inside, behind = (float(x[0]) for x in self._parts(np.array([rows.length(row)]), self._window_of(row)))
+        if behind >= ROW_ESTIMATE_TOKENS and not rows.in_prompt(row) and (taken := self._taken([row])):
+            return float(self._price(taken, inside, behind))
         return usual
 
     def room_for_refused(self, expected: Iterable[tuple[int | None, float]]) -> bool:
@@ -299,21 +300,18 @@ class PageLedger:
         alike = [(row, tokens) for row, tokens in wanted if row is not None and manager.rows.length(row)]
         if manager.running is not None or any(manager.geometry.attention_spans) or not alike:
             return sum(self.growth_of(row, tokens) for row, tokens in wanted)
-        usual = self.growth_estimate()
-        rows, more = [row for row, _ in alike], np.array([tokens for _, tokens in alike], dtype=float)
-        length, window, whole, tells = np.array(
-            [
-                (manager.rows.length(x), self._window_of(x), x in manager.high, not manager.rows.in_prompt(x))
-                for x in rows
-            ]
-        ).T  # [n] each
-        inside = np.minimum(length, window)
-        behind = length - inside
+        usual, rows = self.growth_estimate(), [row for row, _ in alike]
+        more = np.array([tokens for _, tokens in alike], dtype=float)  # [n], as all that follows
+        length = np.array([manager.rows.length(row) for row in rows])
+        window: int | np.ndarray = self._window_of(None)
+        if len(manager.windows):
+            window = np.array([self._window_of(row) for row in rows])
+        inside, behind = self._parts(length, window)
         taken = manager.counts.pages[rows] * manager.fmt.high.tokens / manager.geometry.heads
-        tells = (tells > 0) & (taken > 0) & (behind >= ROW_ESTIMATE_TOKENS)
-        least, most = self._prices
-        own = np.clip(GROWTH_MARGIN * np.maximum((taken - inside) / np.maximum(behind, 1), least), None, most)
-        price = np.where(whole > 0, 1.0, np.where(tells, own, usual))
+        tells = (taken > 0) & (behind >= ROW_ESTIMATE_TOKENS) & ~np.array([manager.rows.in_prompt(x) for x in rows])
+        price = np.where(tells, self._price(taken, inside, behind), usual)
+        if len(manager.high):
+            price[[row in manager.high for row in rows]] = 1.0
         full = np.clip(window - length, 0, more)
         others = sum(tokens for _, tokens in wanted) - more.sum()  # of requests that hold nothing yet
         return float((full + (more - full) * price).sum() + others * usual)
@@ -467,9 +465,10 @@ class PageLedger:
 
     def compacting_tokens(self, new_tokens: int, chunk: int) -> int:
         """What a prompt is expected to take at most, in high-tier tokens, if it is compacted after each chunk: all but
-        the last chunk by the growth estimate."""
+        the last chunk, and the window, by the growth estimate."""
         growth = self.growth_estimate() * PROMPT_MARGIN / GROWTH_MARGIN if self.growth_estimate() < 1 else 1.0
-        return min(math.ceil(growth * max(new_tokens - chunk, 0)) + chunk, new_tokens)
+        whole = max(chunk, self._window_of(None))
+        return min(math.ceil(growth * max(new_tokens - whole, 0)) + whole, new_tokens)
 
     def most_pages(self, path: Path, own_tokens: int) -> int:
         """Pages, at most, that a request of ``own_tokens`` after ``path`` keeps from others."""
