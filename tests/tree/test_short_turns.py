@@ -349,3 +349,26 @@ def test_paths_wait_while_a_request_waits_to_begin(monkeypatch: pytest.MonkeyPat
     before = len(looked)
     joiner.scheduling_begins()
     assert len(joiner.ended) + len(looked) == MOST_POSTPONED + 1 and len(looked) > before
+
+
+@pytest.mark.parametrize("queued", [False, True])
+def test_a_pool_without_rows_for_segments_has_no_room(queued: bool) -> None:
+    """Pages are left there, but small segments would take the rows of others, which would be evicted for them."""
+    world = World(4000, longest=300, exact=False, segments=125, share_min=4)  # as many as for a server of that size
+    chats: list[list[int]] = [[] for _ in range(40)]
+    for history in chats:
+        for _ in range(10):
+            world.leave(turn(world, history, new=2))
+            world.requests.scheduling_begins([Mock()] if queued else [])
+    world.manager.counts.settle()
+    assert world.manager.counts.free() > world.manager.geometry.num_pages / 2
+    assert [world.admit([*history, 7]).prefix_len for history in chats[::6]] == [30] * 7
+
+
+def test_table_blocks_are_room_too() -> None:
+    world = World(400, exact=False)
+    ledger, joiner, blocks = world.allocator.ledger, world.tree.joiner, world.manager.space.num_blocks
+    ledger.set_aside("other", 0, int(blocks * (1 - ROOM)) - 1)
+    assert joiner._is_roomy()
+    ledger.set_aside("other", 0, int(blocks * (1 - ROOM)) + 1)
+    assert not joiner._is_roomy()

@@ -47,7 +47,8 @@ LEAST_WASTE, ROOMY_WASTE = 1, 4
 at once. The second number is for a pool with room, where pages are worth less than the time of a copy."""
 
 ROOM = 1 / 4
-"""A pool of which this part is free has room."""
+"""A pool has room if this part of its pages is free, and of all else that small segments take: rows and table blocks.
+"""
 
 PATHS_A_STEP, SHARE_A_STEP = 2, 8
 """So many paths are looked at before a step is scheduled, or one in so many of those that wait. Where many requests end
@@ -86,7 +87,7 @@ class PathJoiner(PathRule):
 
     def scheduling_begins(self) -> None:
         """Join what requests that have ended left in small segments."""
-        if not self._queued or len(self.ended) >= MOST_POSTPONED or not self._has_spare_pages():
+        if not self._queued or len(self.ended) >= MOST_POSTPONED or not self._is_roomy():
             self.tidy(max(PATHS_A_STEP, len(self.ended) // SHARE_A_STEP))
 
     def published(self, req: Any, row: int, leaf: Any, length: int, *, ended: bool) -> None:
@@ -131,7 +132,7 @@ class PathJoiner(PathRule):
             counts.settle()
         elif self.manager.ranks.alone:
             counts.refresh()
-        self._least_waste = ROOMY_WASTE if self._has_spare_pages() else LEAST_WASTE
+        self._least_waste = ROOMY_WASTE if self._is_roomy() else LEAST_WASTE
         nodes = [*dict.fromkeys(self.ended)]
         nodes, self.ended = nodes[:most], nodes[most or len(nodes) :]
         for node in nodes:
@@ -331,9 +332,14 @@ class PathJoiner(PathRule):
         tree.dec_lock_ref(node)
         return room
 
-    def _has_spare_pages(self) -> bool:
+    def _is_roomy(self) -> bool:
         """Whether the pool has room, as far as the host knows."""
-        return self._known_free(math.ceil(ROOM * self.manager.geometry.num_pages))
+        geometry, segments, space = self.manager.geometry, self.manager.segments, self.manager.space
+        if segments.rows_free < ROOM * geometry.num_segments:
+            return False
+        if self.tree.ledger.table_starved(math.ceil(ROOM * space.num_blocks)):
+            return False
+        return self._known_free(math.ceil(ROOM * geometry.num_pages))
 
     def _known_free(self, pages: int) -> bool:
         """Whether the host knows of so many free pages without asking the device."""
