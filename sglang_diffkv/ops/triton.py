@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Hashable, Sequence
+from contextlib import suppress
 from functools import partial
 
 import torch
@@ -460,10 +461,12 @@ class TritonOps(Ops):
         self._attach[kept_only](target, [(source, lo, hi)])
 
     def attach_paths(self, paths: Sequence[tuple[int, Sequence[Part]]]) -> None:
-        if len(paths) == 1:
-            self._attach[False](*paths[0])
-        else:
-            self._attach_rows(paths)
+        if len(paths) > 1:
+            with suppress(torch.OutOfMemoryError):  # of the copy of the numbers, before anything is launched
+                self._attach_rows(paths)
+                return
+        for path in paths:
+            self._attach[False](*path)
 
     def count_rows(self, rows: torch.Tensor, *, steps: int, low_grows: bool) -> torch.Tensor:
         return self._count_rows[low_grows](rows, steps)

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from sglang_diffkv.kernels.attach import reference as attach_reference
+from sglang_diffkv.kernels.attach import triton as attach_module
 from sglang_diffkv.kernels.attach.triton import PARTS, attach, freeze, prepare_attach, prepare_attach_rows, prepare_seal
 from sglang_diffkv.kernels.release import reference as release_reference
 from sglang_diffkv.kernels.release.triton import release, trim
@@ -15,6 +16,7 @@ from sglang_diffkv.kernels.table import max_entries, row_table
 from sglang_diffkv.kernels.transfer_pages import reference as transfer_pages_reference
 from sglang_diffkv.kernels.transfer_pages.triton import transfer_pages
 from sglang_diffkv.kernels.triton_ring import Spans
+from sglang_diffkv.ops.triton import TritonOps
 from tests.kernels.triton_helpers import DEVICE, add_prompt, clone_state, make_format, make_manager
 
 TENSORS = ("entries", "kept_entry", "own_entry", "own_tokens", "hole", "fault", "refcount", "counters")
@@ -122,6 +124,29 @@ def test_rows_are_attached_to_together(tiers):
     for wrong in ([(3, [(9, 0, 4)]), (9, [(1, 0, 4)])], [(3, [(1, 0, 4)]), (3, [(1, 4, 8)])]):
         with pytest.raises(AssertionError):
             attach_rows(wrong)
+
+
+def test_rows_are_attached_to_one_by_one_where_no_memory_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise the scheduler would meet the error again when it gives up these rows, and end."""
+    manager = make_manager(make_format("K8V4 K4V2", page_tokens=4), pages=200, layers=2, heads=2)
+    manager.device.ops = ops = TritonOps(manager.state, manager.policy, 2, 256)
+    add_prompt(manager, 1, 33, torch.Generator().manual_seed(3))
+    monkeypatch.setattr(attach_module, "to_device", no_memory)
+    for target in (3, 4):
+        manager.space.extend(target, (12, 12))
+    manager.space.flush()
+    twin = clone_state(manager.state)
+    parts = [(1, 0, 9), (1, 9, 20), (1, 20, 21), (1, 21, 22), (1, 22, 33)]
+    ops.attach_paths([(3, parts), (4, parts[:1])])
+    for target, some in ((3, parts), (4, parts[:1])):
+        for part in some:
+            attach_reference.attach(twin, target, *part)
+    assert_same(manager.state, twin)
+    assert manager.state.entries[3].any() and manager.state.entries[4].any()
+
+
+def no_memory(*given: object) -> None:
+    raise torch.OutOfMemoryError("none")
 
 
 @pytest.mark.parametrize("tiers", ["K8V4", "K8V4 K4V2", "K8V4 K4V4 K4V2"])
