@@ -79,6 +79,10 @@ class Promises(dict[Hashable, Promise]):
         super().clear()
         self.total = NOTHING
 
+    def check_integrity(self) -> None:
+        """Raise AssertionError unless ``total`` is the sum."""
+        assert self.total == Promise(*map(sum, zip(NOTHING, *self.values(), strict=True))), "promises are miscounted"
+
     def _change(self, before: Promise, after: Promise) -> None:
         self.total = Promise(*(x - y + z for x, y, z in zip(self.total, before, after, strict=True)))
 

@@ -268,6 +268,16 @@ def test_what_is_added_are_sums_of_what_is_measured(tiers: str) -> None:
         assert found[0].tolist() == found[1].tolist() == expected.tolist()
 
 
+def test_what_may_be_added_to_is_zero(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever stood in the memory of what is counted."""
+    state = busy_manager("K8V4 K4V2").state
+    rows = torch.tensor([1, 5, 3], device=DEVICE)
+    expected = count_rows_reference(state, rows, steps=1, low_grows=True).tolist()
+    monkeypatch.setattr(torch, "empty", lambda *shape, **named: torch.full(shape, -9, **named))
+    assert count_rows_triton.count_rows(state, rows, steps=1, low_grows=True).tolist() == expected
+    assert {x for row in expected for x in row[-2:]} == {0}
+
+
 def test_scratch_page_does_not_count():
     manager = starved_manager()
     check_counts(manager.state, [2, 1])

@@ -108,6 +108,7 @@ def test_rows_are_attached_to_together(tiers):
         manager.space.extend(target, tuple(60 if target == 9 else 24 for _ in state.tiers))
     manager.space.flush()
     attach_reference.attach(state, 10, 2, 0, 11)
+    state.own_tokens[[9, 10]] = 3  # as of who had the row before
     twin = clone_state(state)
     many = [(1 + number % 2, 3 * number, 3 * number + 5) for number in range(27)]
     for paths in (

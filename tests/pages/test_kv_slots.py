@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from sglang_diffkv.layout.geometry import kv_slots_for
+from sglang_diffkv.mem_pool.ledger import Promise, Promises
 from sglang_diffkv.policies.budget import Budget, PyramidBudget
 from sglang_diffkv.policies.knorm import KnormPolicy
 from sglang_diffkv.srt.scheduling.joint_admission import AdmissionRule
@@ -120,3 +121,17 @@ def test_the_tree_gives_what_it_has_before_requests_end() -> None:
     assert requests_of(4, 44, tree).without_room(reqs) == {} and asked == [64]
     assert requests_of(4, 40, tree).without_room(reqs) == dict.fromkeys([30, 31], "no KV slot is free")
     assert asked == [64, 60], "for those that go on"
+
+
+def test_the_sum_of_all_promises_follows_them() -> None:
+    promises = Promises()
+    for request, promise in [("a", Promise(3, 2, 40)), ("b", Promise(5, 1, 7)), ("a", Promise(1, 4, 9))]:
+        promises[request] = promise
+        promises.check_integrity()
+    assert promises.total == Promise(6, 5, 16)
+    for request in ("a", "a", "never"):
+        promises.drop(request)
+        assert promises.total == promises["b"] == Promise(5, 1, 7)
+    promises.clear()
+    promises.check_integrity()
+    assert not promises and promises.total == Promise(0, 0, 0)

@@ -59,3 +59,18 @@ def test_kernels_go_to_the_forward_stream_and_wait_where_they_need_memory(
     with pytest.raises(MemoryError), device.launching():
         pass
     assert current == [schedulers]
+
+
+@pytest.mark.parametrize("count", [0, 1, 2])
+def test_several_paths_to_attach_need_memory(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
+    """For the numbers of all of them: so they wait for the scheduler's stream, whatever is launched behind them."""
+    device = make_manager(make_format("BF16", 64, page_tokens=8)).device
+    schedulers, forward, attached = Stream(), Stream(), []
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda index: schedulers)
+    monkeypatch.setattr(torch.cuda, "set_stream", lambda stream: None)
+    monkeypatch.setattr(device.ops, "attach_paths", attached.append)
+    device.stream = forward  # type: ignore[assignment]
+    device._attaching = paths = [(1 + number, [(7, 0, 8)]) for number in range(count)]
+    with device.launching(allocates=False):
+        assert attached == [paths] * (count > 0) and not device._attaching
+    assert forward.waited_for == [schedulers] * (count > 1)

@@ -82,6 +82,19 @@ def test_one_pass_leaves_nothing_for_the_next(calls: Callable[[World], list[tupl
         world.leave(req, insert=False)
 
 
+def test_a_pass_that_is_launched_sees_what_is_attached(calls: Callable[[World], list[tuple[str, Any]]]) -> None:
+    """Also one that nobody planned."""
+    world, prompts = world_of(1)
+    req = admitted(world, prompts[0])
+    found = calls(world)
+    with world.manager.device.attaching_together():
+        world.requests.begin_prompt(req)
+        world.manager.launch_step()
+        assert [name for name, _ in found] == ["attach_paths"]
+    assert len(found) == 1
+    world.leave(req, insert=False)
+
+
 def test_a_prefix_that_is_given_up_in_between_is_attached_before(
     calls: Callable[[World], list[tuple[str, Any]]],
 ) -> None:
@@ -131,7 +144,9 @@ def asks(world: World, tokens: list[int]) -> Any:
 def test_a_prompt_that_has_room_is_admitted_as_if_all_might_be_evicted() -> None:
     world, prompts = world_of(2, 250)
     req = asks(world, [*prompts[0], *world.tokens(20)])
+    world.requests.ledger.refused = 7.0
     spare = world.requests.check_spare(req, 10**6, [])
+    assert world.requests.ledger.refused is None, "the last refused request may be asked again"
     whole = world.requests.check(req, 10**6, [])
     assert spare is not None and spare.fits and not spare.fits_compacted
     assert (spare.path, spare.needed, spare.blocks, spare.saved) == (whole.path, whole.needed, whole.blocks, 0)

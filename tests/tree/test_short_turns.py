@@ -365,10 +365,12 @@ def test_a_pool_without_rows_for_segments_has_no_room(queued: bool) -> None:
     assert [world.admit([*history, 7]).prefix_len for history in chats[::6]] == [30] * 7
 
 
-def test_table_blocks_are_room_too() -> None:
+@pytest.mark.parametrize("what", ["pages", "table blocks"])
+def test_a_pool_has_room_where_a_part_of_it_is_free(what: str) -> None:
     world = World(400, exact=False)
-    ledger, joiner, blocks = world.allocator.ledger, world.tree.joiner, world.manager.space.num_blocks
-    ledger.set_aside("other", 0, int(blocks * (1 - ROOM)) - 1)
-    assert joiner._is_roomy()
-    ledger.set_aside("other", 0, int(blocks * (1 - ROOM)) + 1)
-    assert not joiner._is_roomy()
+    ledger, joiner, geometry = world.allocator.ledger, world.tree.joiner, world.manager.geometry
+    pages = what == "pages"
+    every = geometry.num_pages if pages else world.manager.space.num_blocks
+    for taken, roomy in ((int(every * (1 - ROOM)) - 1, True), (int(every * (1 - ROOM)) + 1, False)):
+        ledger.set_aside("other", taken if pages else 0, 0 if pages else taken)
+        assert joiner._is_roomy() is roomy

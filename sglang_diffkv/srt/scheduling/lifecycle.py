@@ -459,6 +459,7 @@ class RequestLifecycle:
 
     def check_integrity(self) -> None:
         """Raise AssertionError unless the tree and all parts agree."""
+        self.ledger.promised.check_integrity()
         self.tree.check_integrity()
         for part in self.listeners:
             part.check_integrity()
