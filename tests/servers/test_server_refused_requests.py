@@ -46,16 +46,19 @@ def register():
 
     DiffKVAllocator.alloc, ReqToTokenPool.alloc = alloc_, rows_
 
-    admits, asked = PageLedger.admits, []
+    admits, has_spare, asked = PageLedger.admits, PageLedger.has_spare, []
 
-    def admits_(self, path, new_tokens):
+    def admits_(self, new_tokens, blocks):
         if new_tokens != {URGENT}:
-            return admits(self, path, new_tokens)
+            return admits(self, new_tokens, blocks)
         asked.append(len(self.manager.rows))
         print("urgent: asked with", asked[-1], "running", flush=True)
-        return len(asked) > 1 and admits(self, path, new_tokens)
+        return len(asked) > 1 and admits(self, new_tokens, blocks)
 
-    PageLedger.admits = admits_
+    def has_spare_(self, new_tokens):
+        return new_tokens != {URGENT} and has_spare(self, new_tokens)
+
+    PageLedger.admits, PageLedger.has_spare = admits_, has_spare_
 
     attach, append_all, refused = PageManager.attach_prefix, TableSpace.append_all, TableSpace.refused
 

@@ -45,7 +45,7 @@ def _turn(server: Server, history: list[int], seed: int) -> int:
 
 
 def test_short_turns_waste_few_pages(server: Server) -> None:
-    """Of one long chat that fills the pool, then of three in turns."""
+    """Of one long chat that fills the pool, then of three in turns that fill it."""
     history: list[int] = []
     found = [_turn(server, history, seed) for seed in range(TURNS)]
     assert len(history) == TURNS * (NEW + REPLY)
@@ -56,7 +56,7 @@ def test_short_turns_waste_few_pages(server: Server) -> None:
     assert cache["pages_over_needed"] <= MOST_WASTE, cache
     server.flush_cache()
     chats: list[list[int]] = [[] for _ in range(3)]
-    for turn in range(20):
+    for turn in range(40):
         for number, history in enumerate(chats):
             _turn(server, history, 1000 * number + turn)
     cache = stats_of(server)["prefix_cache"]

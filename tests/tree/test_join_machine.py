@@ -7,7 +7,6 @@ from hypothesis import strategies as st
 from hypothesis.stateful import invariant, rule
 
 from sglang_diffkv.kernels.table import max_entries, row_table
-from sglang_diffkv.layout.geometry import Path
 from sglang_diffkv.layout.state import PageState
 from tests.policies import diffkv_policy
 from tests.tree.test_prefix_cache import WINDOW, ExactTreeMachine, TreeMachine, machine_settings
@@ -33,10 +32,10 @@ class JoiningMachine(TreeMachine):
         ledger = self.allocator.ledger
         admits = ledger.admits
 
-        def settled(path: Path, new_tokens: int) -> bool:
+        def settled(new_tokens: int, blocks: int) -> bool:
             """Waiting for the device while pages are evicted must not look a step further than admission did."""
             self.manager.counts.settle()
-            return admits(path, new_tokens)
+            return admits(new_tokens, blocks)
 
         ledger.admits = settled  # type: ignore[method-assign]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, ClassVar
 from unittest.mock import Mock
 
 import pytest
@@ -22,6 +22,14 @@ from sglang_diffkv.srt.tree.path_joining import (
     WASTE,
 )
 from tests.tree.tree_world import World
+
+
+class Ended:
+    """A node where a request ended."""
+
+    segment, parent = "one", None
+    children: ClassVar[dict[int, object]] = {}
+
 
 MOST_WASTE = 1.3
 """Pages that the prefix cache holds over those that its tokens need."""
@@ -293,7 +301,7 @@ def test_few_paths_are_joined_at_a_time_and_none_waits_for_good(monkeypatch: pyt
     joiner = World(400, exact=False).tree.joiner
     looked: list[Any] = []
     monkeypatch.setattr(joiner, "_tidy", lambda node: looked.append(node) or True)
-    ended = [Mock(segment="one") for _ in range(12 * 60)]
+    ended = [Ended() for _ in range(12 * 60)]
     for step in range(60):
         for node in ended[12 * step : 12 * step + 12]:
             joiner.look_at(node)
@@ -327,12 +335,42 @@ def test_a_pool_with_room_joins_fewer_times() -> None:
     world.check()
 
 
+def test_paths_that_were_spared_are_looked_at_once_the_pool_is_full() -> None:
+    """Those of chats that do not go on too, a few before each step."""
+    world = World(3000, longest=300, exact=False, segments=200, share_min=4)
+    for _ in range(6):
+        history: list[int] = []
+        for _ in range(7):
+            end(world, turn(world, history, new=2))
+    report = world.tree.report()
+    assert report["pages"] > 1.5 * report["pages_needed"]
+    ledger = world.allocator.ledger
+    ledger.promise("other", int(ledger.available() * (1 - ROOM / 2)))
+    for _ in range(12):
+        world.requests.scheduling_begins([])
+        world.manager.counts.settle()
+    report = world.tree.report()
+    assert report["pages"] <= MOST_WASTE * report["pages_needed"] + 6 and not world.tree.joiner._spared
+    ledger.forget("other")
+    world.check()
+
+
+def test_few_paths_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(path_joining, "MOST_SPARED", 5)
+    world = World(3000, longest=300, exact=False, segments=200, share_min=4)
+    for _ in range(8):
+        end(world, turn(world, []))
+    assert len(world.tree.joiner._spared) == 5
+    world.tree.reset()
+    assert not world.tree.joiner._spared
+
+
 def test_paths_wait_while_a_request_waits_to_begin(monkeypatch: pytest.MonkeyPatch) -> None:
     """Not where the pool is full, nor where many have come together."""
     joiner = World(400, exact=False).tree.joiner
     looked: list[Any] = []
     monkeypatch.setattr(joiner, "_tidy", lambda node: looked.append(node) or True)
-    joiner.look_at(Mock(segment="one"))
+    joiner.look_at(Ended())
     for _ in range(3):
         joiner.queue_seen([Mock()])
         joiner.scheduling_begins()
@@ -341,14 +379,14 @@ def test_paths_wait_while_a_request_waits_to_begin(monkeypatch: pytest.MonkeyPat
     joiner.scheduling_begins()
     assert len(looked) == 1 and not joiner.ended
     for _ in range(MOST_POSTPONED):
-        joiner.look_at(Mock(segment="one"))
+        joiner.look_at(Ended())
     joiner.queue_seen([Mock()])
     joiner.scheduling_begins()
     assert len(joiner.ended) < MOST_POSTPONED and len(looked) > 1
     monkeypatch.setattr(path_joining, "ROOM", 2)
     before = len(looked)
     joiner.scheduling_begins()
-    assert len(joiner.ended) + len(looked) == MOST_POSTPONED + 1 and len(looked) > before
+    assert len(joiner.ended) + len({*looked}) == MOST_POSTPONED + 1 and len(looked) > before
 
 
 @pytest.mark.parametrize("queued", [False, True])

@@ -44,7 +44,10 @@ returns."""
 
 LEAST_WASTE, ROOMY_WASTE = 1, 4
 """And where they hold more than so many pages of each layer and head too much: of short turns not every one is copied
-at once. The second number is for a pool with room, where pages are worth less than the time of a copy."""
+at once. The second number is for a pool with room, where pages are worth less than the time of a copy. Once that has
+none any more, the paths of ``MOST_SPARED`` requests that ended last are looked at again, a few before each step."""
+
+MOST_SPARED = 1024
 
 ROOM = 1 / 4
 """A pool has room if this part of its pages is free, and of all else that small segments take: rows and table blocks.
@@ -79,6 +82,8 @@ class PathJoiner(PathRule):
         self._queued = False
         """Whether a request waits to begin."""
         self._least_waste = LEAST_WASTE
+        self._spared: dict[Any, None] = {}
+        """Nodes where requests ended whose paths were looked at while the pool had room, the last ones last."""
 
     # Events
 
@@ -110,6 +115,7 @@ class PathJoiner(PathRule):
 
     def reset(self) -> None:
         self.ended.clear()
+        self._spared.clear()
         self._in_vain.clear()
 
     # Joining
@@ -126,18 +132,37 @@ class PathJoiner(PathRule):
         where a long leaf is cut for it.
         """
         counts = self.manager.counts
-        if not self.ended or counts.upcoming is not None or (not self.manager.rows and counts.overtakes):
+        if not self.ended and (not self._spared or self._is_roomy()):
+            return
+        if counts.upcoming is not None or (not self.manager.rows and counts.overtakes):
             return
         if not self.manager.rows:
             counts.settle()
         elif self.manager.ranks.alone:
             counts.refresh()
-        self._least_waste = ROOMY_WASTE if self._is_roomy() else LEAST_WASTE
+        roomy = self._is_roomy()
+        self._least_waste = ROOMY_WASTE if roomy else LEAST_WASTE
         nodes = [*dict.fromkeys(self.ended)]
         nodes, self.ended = nodes[:most], nodes[most or len(nodes) :]
+        if not roomy:  # those that ended last are evicted last
+            again = [self._spared.popitem()[0] for _ in range(min(PATHS_A_STEP, len(self._spared)))]
+            nodes += [node for node in again if not node.children]  # of others a longer path was looked at
         for node in nodes:
-            if node.segment is not None and not self._tidy(node):
+            if node.segment is None:
+                continue
+            if not self._tidy(node):
                 self.ended.append(node)
+            elif roomy:
+                self._spare(node)
+
+    def _spare(self, node: Any) -> None:
+        """A path was looked at that may waste more pages than it could where the pool has no room. It stands for the
+        shorter ones that it goes on from."""
+        for before in self.tree.nodes(node):
+            self._spared.pop(before, None)
+        self._spared[node] = None
+        if len(self._spared) > MOST_SPARED:
+            del self._spared[next(iter(self._spared))]
 
     def settle(self, node: Any, length: int) -> None:
         """A prompt of ``length`` tokens has come, whose path in the tree ends at ``node``. The turns of it that are
