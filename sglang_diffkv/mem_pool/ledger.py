@@ -207,8 +207,7 @@ class PageLedger:
         self._estimated_at = now
         rows = [row for row in manager.rows if not manager.rows.in_prompt(row) and manager.counts.pages[row]]
         rows = [row for row in rows if row not in manager.high and row not in manager.windows]
-        length, window = np.array([manager.rows.length(row) for row in rows]), self._window_of(None)
-        inside, behind = self._parts(length, window)
+        inside, behind = self._parts(np.array([manager.rows.length(row) for row in rows]), self._insides(rows))
         if (all_behind := float(behind.sum())) >= ESTIMATE_TOKENS:
             self._estimate = float(self._price(self._taken(rows), float(inside.sum()), all_behind))
         return self._estimate
@@ -218,12 +217,25 @@ class PageLedger:
         manager = self.manager
         return int(manager.counts.pages[rows].sum()) * manager.fmt.high.tokens / manager.geometry.heads
 
-    def _parts(self, length: np.ndarray, window: int | np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Of rows of so many tokens ([n]), those inside their windows, which are all in the high tier, and those behind
-        them: as many as layers hold on average."""
-        inside, behind = np.minimum(length, window), np.maximum(length - window, 0)
+    def _insides(self, rows: Sequence[int]) -> np.ndarray:
+        """Tokens inside the windows of rows ([n]), all in the high tier: fewer where some were compressed under
+        pressure."""
+        pressure, length = self.manager.pressure, self.manager.rows.length
+        begun = [0] * len(rows) if pressure is None else [pressure.begun(row) for row in rows]
+        return np.array([min(length(row) - at, self._window_of(row)) for row, at in zip(rows, begun, strict=True)])
+
+    def _filling(self, row: int) -> int:
+        """Tokens that a row takes whole yet. What leaves its window meanwhile cannot go down: segments hold it, it is
+        frozen, or it went down under pressure."""
+        rows, pressure = self.manager.rows, self.manager.pressure
+        begun = max(rows.shared(row), rows.frozen(row) or 0, 0 if pressure is None else pressure.begun(row))
+        return max(self._window_of(row) - (rows.length(row) - begun), 0)
+
+    def _parts(self, length: np.ndarray, inside: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Of rows of so many tokens ([n]), those ``inside`` their windows and those behind them: as many as layers hold
+        on average."""
         if not any(self.manager.geometry.attention_spans):
-            return inside, behind
+            return inside, length - inside
         held, inside = (np.array([self._within_spans(x) for x in part.tolist()]) for part in (length, inside))
         return inside, held - inside
 
@@ -237,7 +249,8 @@ class PageLedger:
 
     def _price(self, taken: Any, inside: Any, behind: Any) -> Any:
         """What a token behind a window takes, where so many take so much with those inside: of one row or of several.
-        Under pressure a window is smaller than its size says; no token takes less than one of the smallest tier."""
+        Of windows of their own a part may be in a prefix that is compressed already; no token takes less than one of
+        the smallest tier."""
         fmt = self.manager.fmt
         least = 0.0 if self.manager.policy.prunes else fmt.high.tokens / max(x.tokens for x in fmt.layouts)
         found = GROWTH_MARGIN * np.maximum((taken - inside) / np.maximum(behind, 1), least)
@@ -252,10 +265,10 @@ class PageLedger:
         """Of a sequence of ``length`` tokens, those that layers hold on average as far as they see."""
         return length * kept_in_layers(self.manager.geometry.attention_spans, length) if length else 0.0
 
-    def _grown(self, length: float, more: float, window: int, price: float) -> float:
-        """High-tier tokens that ``more`` tokens behind ``length`` take: whole until the window is full, and then at
-        the price of those that leave it."""
-        full = max(min(window - length, more), 0)
+    def _grown(self, length: float, more: float, filling: float, price: float) -> float:
+        """High-tier tokens that ``more`` tokens behind ``length`` take: whole until the window is full, by so many
+        (``filling``), and then at the price of those that leave it."""
+        full = min(filling, more)
         before, filled = self._within_spans(length), self._within_spans(length + full)
         return filled - before + (self._within_spans(length + more) - filled) * price
 
@@ -265,7 +278,7 @@ class PageLedger:
         running = self.manager.running
         if running is not None:
             return running.growing(length, more) * self.growth_estimate()
-        return self._grown(length, more, self._window_of(None), self.growth_estimate())
+        return self._grown(length, more, max(self._window_of(None) - length, 0), self.growth_estimate())
 
     def whole_growth(self, length: int, more: float) -> float:
         """The same of a request that keeps all tokens in the high tier."""
@@ -281,12 +294,12 @@ class PageLedger:
             return more * self.growth_estimate()
         if running is not None:
             return min(more, max(running.rule.limit - running.held(row), 0)) * self.growth_estimate()
-        return self._grown(length, more, self._window_of(row), self._estimate_of(row))
+        return self._grown(length, more, self._filling(row), self._estimate_of(row))
 
     def _estimate_of(self, row: int) -> float:
         """The growth estimate by the pages of one request, if it is long enough."""
         usual, rows = self.growth_estimate(), self.manager.rows  # measured anew whoever asks
-        inside, behind = (float(x[0]) for x in self._parts(np.array([rows.length(row)]), self._window_of(row)))
+        inside, behind = (float(x[0]) for x in self._parts(np.array([rows.length(row)]), self._insides([row])))
         if behind >= ROW_ESTIMATE_TOKENS and not rows.in_prompt(row) and (taken := self._taken([row])):
             return float(self._price(taken, inside, behind))
         return usual
@@ -301,22 +314,19 @@ class PageLedger:
     def growth_of_all(self, expected: Iterable[tuple[int | None, float]]) -> float:
         """The sum of ``growth_of`` over running requests, given as (row, tokens)."""
         manager, wanted = self.manager, list(expected)
-        alike = [(row, tokens) for row, tokens in wanted if row is not None and manager.rows.length(row)]
+        alike = [(row, n) for row, n in wanted if row is not None and (row in manager.high or manager.rows.length(row))]
         if manager.running is not None or any(manager.geometry.attention_spans) or not alike:
             return sum(self.growth_of(row, tokens) for row, tokens in wanted)
         usual, rows = self.growth_estimate(), [row for row, _ in alike]
         more = np.array([tokens for _, tokens in alike], dtype=float)  # [n], as all that follows
         length = np.array([manager.rows.length(row) for row in rows])
-        window: int | np.ndarray = self._window_of(None)
-        if len(manager.windows):
-            window = np.array([self._window_of(row) for row in rows])
-        inside, behind = self._parts(length, window)
+        inside, behind = self._parts(length, self._insides(rows))
         taken = manager.counts.pages[rows] * manager.fmt.high.tokens / manager.geometry.heads
         tells = (taken > 0) & (behind >= ROW_ESTIMATE_TOKENS) & ~np.array([manager.rows.in_prompt(x) for x in rows])
         price = np.where(tells, self._price(taken, inside, behind), usual)
         if len(manager.high):
             price[[row in manager.high for row in rows]] = 1.0
-        full = np.clip(window - length, 0, more)
+        full = np.minimum([self._filling(row) for row in rows], more)
         others = sum(tokens for _, tokens in wanted) - more.sum()  # of requests that hold nothing yet
         return float((full + (more - full) * price).sum() + others * usual)
 
@@ -469,9 +479,9 @@ class PageLedger:
 
     def compacting_tokens(self, new_tokens: int, chunk: int) -> int:
         """What a prompt is expected to take at most, in high-tier tokens, if it is compacted after each chunk: all but
-        the last chunk, and the window, by the growth estimate."""
+        the last chunk, and the window before it, by the growth estimate."""
         growth = self.growth_estimate() * PROMPT_MARGIN / GROWTH_MARGIN if self.growth_estimate() < 1 else 1.0
-        whole = max(chunk, self._window_of(None))
+        whole = chunk + self._window_of(None)
         return min(math.ceil(growth * max(new_tokens - whole, 0)) + whole, new_tokens)
 
     def most_pages(self, path: Path, own_tokens: int) -> int:

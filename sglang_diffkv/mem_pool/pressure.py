@@ -58,6 +58,10 @@ class Pressure:
         begun = max(self.rows.shared(row), self.rows.frozen(row) or 0, self._done_at.get(row, 0))
         return self.rows.length(row) - begun >= self.rule.window + self.least_growth
 
+    def begun(self, row: int) -> int:
+        """Position from which on a row's window was not compressed so; 0 where none of it was."""
+        return max(self._done_at[row] - self.rule.window, 0) if row in self._done_at else 0
+
     def _fitting(self) -> int:
         """Rows for which there are certainly pages. No step is in flight once the counts are settled, so what steps may
         take can be lent. It is back, but for a page of a head at most, before the next one is asked for its room."""

@@ -75,7 +75,7 @@ class Scheduler:
         if (self.full or not self.waiting) and self.chunked is None:
             return False
         pool, batch, left = self.pool, [], self.chunk
-        offset = sum(tokens * pool.growth_of(row) for row, tokens in self._expected())
+        offset = sum(pool.growth_of(row, tokens) for row, tokens in self._expected())
         held = self.chunked is not None and bool(self.running) and pool.holds(self.chunked)
         self.seen.held += held
         if self.chunked is not None and not held:

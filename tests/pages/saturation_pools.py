@@ -69,8 +69,8 @@ class StockPool:
     def release(self, row: int) -> None:
         self.free += self.held.pop(row, 0)
 
-    def growth_of(self, row: int) -> float:
-        return 1.0
+    def growth_of(self, row: int, tokens: float) -> float:
+        return tokens
 
     def retry(self, expected: list[tuple[int, float]]) -> bool:
         return False
@@ -169,8 +169,8 @@ class DiffKVServer:
     def refuse(self, wanted: float) -> None:
         self.ledger.refused = wanted
 
-    def growth_of(self, row: int) -> float:
-        return self.ledger.growth_of(row, 1.0)
+    def growth_of(self, row: int, tokens: float) -> float:
+        return self.ledger.growth_of(row, tokens)
 
     def retry(self, expected: list[tuple[int, float]]) -> bool:
         return self.ledger.refused is not None and self.ledger.room_for_refused(expected)

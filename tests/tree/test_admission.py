@@ -108,18 +108,18 @@ def test_growth_is_what_tokens_behind_the_window_take(prompt: int) -> None:
     assert prompt == 40 or by_mean > 1.1 * expected
 
 
-def test_under_pressure_a_token_takes_what_the_smallest_tier_takes() -> None:
-    """Windows are smaller then than their size says."""
-    session, ledger = session_of(diffkv_policy(1e9, 0.0, window=96, pressure_window=8))
+def test_no_token_takes_less_than_one_of_the_smallest_tier() -> None:
+    """A window that lies in a prefix which is compressed already takes less than its size says."""
+    session, ledger = session_of(diffkv_policy(1e9, 0.0, window=96))
     manager = session.manager
-    session.extend({1: 600}, check=False)
+    session.extend({1: 700}, check=False)
     session.end_prompt(1)
-    for _ in range(40):
-        session.step([1], check=False)
-    assert manager.pressure is not None and manager.pressure.relieve([1]) == [1]
+    session.step([1], check=False)
     manager.counts.settle()
     high, low = manager.fmt.layouts
+    manager.counts.pages[1] = manager.geometry.heads * (700 // low.tokens)
     assert ledger.growth_estimate() == pytest.approx(GROWTH_MARGIN * high.tokens / low.tokens)
+    assert ledger.growth_of(1, 40) == pytest.approx(40 * ledger.growth_estimate()) == ledger.growth_of_all([(1, 40)])
 
 
 def test_where_tokens_are_dropped_all_of_them_tell() -> None:
@@ -266,7 +266,7 @@ def test_what_a_compacted_prompt_is_expected_to_take() -> None:
     session, ledger = session_of(diffkv_policy(50.0, 0.0, window=8))
     assert ledger.compacting_tokens(1000, 100) == 1000, "nothing is known yet"
     ledger._estimate, ledger._estimated_at = 0.55, (session.manager.counts.tick, session.manager.counts.counted_step)
-    assert ledger.compacting_tokens(1000, 100) == 100 + math.ceil(900 * 0.55 * PROMPT_MARGIN / GROWTH_MARGIN)
+    assert ledger.compacting_tokens(1000, 100) == 108 + math.ceil(892 * 0.55 * PROMPT_MARGIN / GROWTH_MARGIN)
     assert ledger.compacting_tokens(80, 100) == 80
     pages, heads = session.manager.geometry.num_pages, session.manager.geometry.heads
     tokens = (pages // heads - 40) * session.manager.fmt.high.tokens

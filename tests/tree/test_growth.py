@@ -1,0 +1,120 @@
+"""The growth estimate against what requests really take, and against itself."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from sglang_diffkv.mem_pool.ledger import GROWTH_MARGIN, PageLedger
+from sglang_diffkv.policies.base import Policy
+from tests.dense import Session
+from tests.helpers import make_format, make_manager
+from tests.policies import ONE, PAIR, THREE, diffkv_policy
+
+
+def taken(session: Session, row: int) -> float:
+    manager = session.manager
+    return manager.device.pages_of(row) * manager.fmt.high.tokens / manager.geometry.heads
+
+
+def session_of(policy: Policy, tiers: tuple[str, ...] = PAIR, **given: object) -> tuple[Session, PageLedger]:
+    manager = make_manager(make_format(tiers), policy=policy, pages=1400, **given)
+    return Session(manager), PageLedger(manager, 2000)
+
+
+def test_behind_a_compression_under_pressure_windows_fill_up_whole() -> None:
+    """What leaves a window then is compressed already."""
+    session, ledger = session_of(diffkv_policy(1e9, 0.0, window=96, pressure_window=8))
+    session.extend({1: 500, 2: 500}, check=False)
+    for row in (1, 2):
+        session.end_prompt(row)
+    for _ in range(100):
+        session.step([1, 2], check=False)
+    assert session.manager.pressure is not None and session.manager.pressure.relieve([1]) == [1]
+    session.manager.counts.settle()
+    before, page = taken(session, 1), session.manager.fmt.high.tokens
+    expected = {more: ledger.growth_of(1, more) for more in (40, 88, 160)}
+    assert expected[160] == pytest.approx(ledger.growth_of_all([(1, 160)]))
+    assert ledger.growth_estimate() > GROWTH_MARGIN * 4 / 7, "part-filled pages count, and no window that is not there"
+    for step in range(1, 161):
+        session.step([1, 2], check=False)
+        if step in expected:
+            assert abs(expected[step] - (taken(session, 1) - before)) <= page + 0.1 * step, step
+
+
+@pytest.mark.parametrize("tail", [0, 96])
+def test_a_window_within_frozen_pages_fills_up_whole(tail: int) -> None:
+    """Where a prompt joins the prefix cache as a whole, what leaves the window cannot go down."""
+    session, ledger = session_of(diffkv_policy(1e9, 0.0, window=96))
+    session.manager.prompts.freeze_from(64, tail)
+    session.extend({1: 130 + 3 * tail, 2: 700}, check=False)
+    for row in (1, 2):
+        session.end_prompt(row)
+    session.step([1, 2], check=False)
+    session.manager.counts.settle()
+    before, page = taken(session, 1), session.manager.fmt.high.tokens
+    expected = {more: ledger.growth_of(1, more) for more in (60, 95, 160)}
+    for step in range(1, 161):
+        session.step([1, 2], check=False)
+        if step in expected:
+            assert abs(expected[step] - (taken(session, 1) - before)) <= page + 0.1 * step, step
+
+
+@pytest.mark.parametrize(("window", "chunk"), [(96, 64), (64, 96), (96, 96)])
+def test_a_chunk_comes_beside_the_window_of_those_before_it(window: int, chunk: int) -> None:
+    session, ledger = session_of(diffkv_policy(1e9, 0.0, window=window))
+    manager, most = session.manager, 0.0
+    for last in (False,) * 5 + (True,):
+        session.extend({1: chunk}, check=False)
+        most = max(most, taken(session, 1))
+        if not last:
+            manager.prompts.end_chunk(1)
+    session.end_prompt(1)
+    manager.counts.settle()
+    high, low = manager.fmt.layouts
+    ledger._estimate = GROWTH_MARGIN * high.tokens / low.tokens
+    ledger._estimated_at = (manager.counts.tick, manager.counts.counted_step)
+    assert most <= ledger.compacting_tokens(6 * chunk, chunk) < 6 * chunk
+
+
+RULES: dict[str, tuple[Policy, tuple[str, ...], dict[str, object]]] = {
+    "window alone": (diffkv_policy(1e9, 0.0, window=24, pressure_window=8), PAIR, {}),
+    "sliding": (diffkv_policy(1e9, 0.0, window=24), PAIR, {"attention_spans": (0, 20)}),
+    "pruning": (diffkv_policy(2.0, 0.9, window=8, sinks=2), PAIR, {}),
+    "scores": (diffkv_policy(1.0, 0.0, window=24, sinks=4), PAIR, {}),
+    "one tier": (diffkv_policy(1.0, 1.0, window=8), ONE, {}),
+    "three tiers": (diffkv_policy(2.0, 0.0, window=8, alpha_between=(1.0,)), THREE, {}),
+}
+
+
+@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("name", RULES)
+def test_what_all_take_is_what_each_takes_whatever_they_are(name: str, seed: int) -> None:
+    """Rows in and past their prompts, high ones, own windows, frozen ones, compressed ones, and no row."""
+    policy, tiers, given = RULES[name]
+    session, ledger = session_of(policy, tiers, rows=12, high_rows=True, most_window=64, **given)
+    manager, drawn, ledger._estimate = session.manager, random.Random(seed), 0.6
+    manager.prompts.freeze_from(30, drawn.choice((0, policy.window)))
+    sliding = "attention_spans" in given
+    manager.high.keep(1)
+    if not sliding:
+        manager.high.keep(9)
+    manager.windows.keep(2, 60)
+    manager.windows.keep(3, 5)
+    lengths = {row: drawn.choice((3, 20, 60, 290, 330)) for row in range(1, 8)}
+    session.extend(lengths, check=False, scores=not sliding)
+    past = [row for row in lengths if row != 5]
+    for row in past:
+        session.end_prompt(row)
+    for _ in range(3):
+        session.step(past, check=False)
+    if manager.pressure is not None:
+        manager.pressure.relieve(past)
+    if drawn.random() < 0.5:
+        manager.counts.settle()
+    wanted = [(row, drawn.choice((0.0, 0.5, 7.0, 90.0))) for row in (*lengths, 8, 9, None)]
+    for expected in (wanted, wanted[:1], wanted[-3:], []):
+        found, each = ledger.growth_of_all(expected), [ledger.growth_of(row, more) for row, more in expected]
+        assert found == pytest.approx(sum(each))
+        assert all(0 <= x <= more for x, (_, more) in zip(each, expected, strict=True))
