@@ -355,6 +355,45 @@ def test_paths_that_were_spared_are_looked_at_once_the_pool_is_full() -> None:
     world.check()
 
 
+def test_of_spared_paths_what_is_left_is_looked_at() -> None:
+    """Each stands there once, and where its end was evicted, what is before that is joined."""
+    world = World(3000, longest=300, exact=False, segments=200, share_min=4)
+    for _ in range(6):
+        history: list[int] = []
+        for _ in range(7):
+            end(world, turn(world, history, new=2))
+    tree, spared = world.tree, world.tree.joiner._spared
+    assert len(spared) == 6 and not any(node.children for node in spared)
+    for node in list(spared):
+        tree.evict_nodes([node])
+    world.manager.counts.settle()
+    report = tree.report()
+    assert report["pages"] > 1.5 * report["pages_needed"]
+    ledger = world.allocator.ledger
+    ledger.promise("other", int(ledger.available() * (1 - ROOM / 2)))
+    for _ in range(12):
+        world.requests.scheduling_begins([])
+        world.manager.counts.settle()
+    report = tree.report()
+    assert report["pages"] <= MOST_WASTE * report["pages_needed"] + 6 and not spared
+    ledger.forget("other")
+    world.check()
+
+
+def test_spared_paths_that_are_gone_take_no_step() -> None:
+    world = World(3000, longest=300, exact=False, segments=200, share_min=4)
+    for _ in range(6):
+        end(world, turn(world, []))
+    world.tree.evict(EvictParams(num_tokens=world.tree.ledger.capacity))
+    world.manager.counts.settle()
+    ledger, joiner = world.allocator.ledger, world.tree.joiner
+    assert len(joiner._spared) == 6
+    ledger.promise("other", int(ledger.available() * (1 - ROOM / 2)))
+    world.requests.scheduling_begins([])
+    assert not joiner._spared and not joiner.ended
+    ledger.forget("other")
+
+
 def test_few_paths_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(path_joining, "MOST_SPARED", 5)
     world = World(3000, longest=300, exact=False, segments=200, share_min=4)

@@ -144,9 +144,8 @@ class PathJoiner(PathRule):
         self._least_waste = ROOMY_WASTE if roomy else LEAST_WASTE
         nodes = [*dict.fromkeys(self.ended)]
         nodes, self.ended = nodes[:most], nodes[most or len(nodes) :]
-        if not roomy:  # those that ended last are evicted last
-            again = [self._spared.popitem()[0] for _ in range(min(PATHS_A_STEP, len(self._spared)))]
-            nodes += [node for node in again if not node.children]  # of others a longer path was looked at
+        if not roomy:
+            nodes += self._again()
         for node in nodes:
             if node.segment is None:
                 continue
@@ -155,9 +154,23 @@ class PathJoiner(PathRule):
             elif roomy:
                 self._spare(node)
 
+    def _again(self) -> list[Any]:
+        """Some of the paths that were spared, as far as they were not evicted. Those that ended last come first, since
+        they are evicted last."""
+        found: dict[Any, None] = {}
+        while self._spared and len(found) < PATHS_A_STEP:
+            node = self._spared.popitem()[0]
+            while node is not self.tree.root_node and node.segment is None:
+                node = node.parent
+            if node is not self.tree.root_node and not node.children:  # else a longer path is looked at
+                found[node] = None
+        return [*found]
+
     def _spare(self, node: Any) -> None:
         """A path was looked at that may waste more pages than it could where the pool has no room. It stands for the
         shorter ones that it goes on from."""
+        if node.children:
+            return
         for before in self.tree.nodes(node):
             self._spared.pop(before, None)
         self._spared[node] = None
