@@ -12,21 +12,23 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from benchmarks.paths import NANO, REPOSITORY
 from benchmarks.serving.geometries import PRESETS
-from sglang_diffkv.capacity import cli
+from sglang_diffkv.capacity import cli, held
 from sglang_diffkv.capacity.gpus import GPUS
-from sglang_diffkv.capacity.held import Holding, StockHolding, reached, running, tier_shares
+from sglang_diffkv.capacity.held import CLIP, Holding, StockHolding, reached, running, tier_shares
 from sglang_diffkv.capacity.memory import budget_of, capacity_of, plan_of, static_fraction
 from sglang_diffkv.capacity.model import Model, read_model
 from sglang_diffkv.capacity.speed import Kind, speed_of
 from sglang_diffkv.capacity.trace import Request, Trace, found_tokens, hit_rates, read_trace
 from sglang_diffkv.config import DiffKVConfig, load_config
 from sglang_diffkv.layout.spans import retained_tokens
+from sglang_diffkv.mem_pool.ledger import GROWTH_MARGIN
 
 WINDOW_188 = (
     '{"page_tokens": 16, "rotate": "both", '
@@ -647,3 +649,13 @@ def test_every_plan_is_that_of_the_memory_plan(llama: Model) -> None:
         plan.footprint(plan.geometry(x, 65, llama.context + 4), x).total for x in (tokens, tokens + 2 * page)
     ]  # fmt: skip
     assert totals[0] <= budget.cache < totals[1]
+
+
+@pytest.mark.parametrize(("prompt", "reply", "full"), [(100, 1000, 156), (100, 50, 50), (999, 999, 0), (8, 9000, 248)])
+def test_what_admission_reserves_of_a_reply(prompt: int, reply: int, full: int) -> None:
+    """Whole tokens until the window is full, then those behind it, with the margin; no more than SGLang looks at."""
+    holding = SimpleNamespace(window=256)
+    behind, more = max(prompt + reply - 256, 0), min(reply, CLIP)
+    half = held._reserved(holding, prompt, reply, min(prompt + reply, 256) + behind / 2)  # type: ignore[arg-type]
+    assert half == pytest.approx(full + (more - full) * GROWTH_MARGIN / 2)
+    assert held._reserved(holding, prompt, reply, prompt + reply) == more  # type: ignore[arg-type]

@@ -6,6 +6,7 @@ import random
 
 import pytest
 
+from sglang_diffkv.layout.spans import retained_tokens
 from sglang_diffkv.mem_pool.ledger import GROWTH_MARGIN, PageLedger
 from sglang_diffkv.policies.base import Policy
 from tests.dense import Session
@@ -76,6 +77,30 @@ def test_a_chunk_comes_beside_the_window_of_those_before_it(window: int, chunk: 
     ledger._estimate = GROWTH_MARGIN * high.tokens / low.tokens
     ledger._estimated_at = (manager.counts.tick, manager.counts.counted_step)
     assert most <= ledger.compacting_tokens(6 * chunk, chunk) < 6 * chunk
+
+
+def test_a_window_within_what_segments_hold_fills_up_whole() -> None:
+    session, ledger = session_of(diffkv_policy(1e9, 0.0, window=96))
+    session.extend({1: 700}, check=False)
+    session.end_prompt(1)
+    session.manager.counts.settle()
+    price = ledger.growth_estimate()
+    assert price < 1 and ledger.growth_of(1, 80) == pytest.approx(80 * price)
+    session.manager.rows.share(1, 670)
+    for growth in (ledger.growth_of(1, 80), ledger.growth_of_all([(1, 80)])):
+        assert growth == pytest.approx(66 + 14 * price)
+
+
+def test_tokens_that_sliding_layers_hold_are_those_that_tell() -> None:
+    """Behind the window, one of two layers holds nothing."""
+    session, ledger = session_of(diffkv_policy(1e9, 0.0, window=64), attention_spans=(0, 20))
+    session.extend({1: 900}, check=False, scores=False)
+    session.end_prompt(1)
+    session.manager.counts.settle()
+    inside, behind = (64 + retained_tokens(20)) / 2, (900 - 64) / 2
+    expected = GROWTH_MARGIN * (taken(session, 1) - inside) / behind
+    assert ledger.growth_estimate() == 1.0, "too few tokens: nothing is known yet"
+    assert ledger.growth_of(1, 100) == pytest.approx(50 * expected) and expected < 0.8
 
 
 RULES: dict[str, tuple[Policy, tuple[str, ...], dict[str, object]]] = {
