@@ -18,6 +18,7 @@ import numpy as np
 from sglang_diffkv.layout.geometry import Path
 from sglang_diffkv.layout.spans import kept_in_layers
 from sglang_diffkv.mem_pool.page_manager import PageManager
+from sglang_diffkv.mem_pool.rows import RequestRow
 from sglang_diffkv.policies.base import kv_slots_of
 
 if TYPE_CHECKING:
@@ -217,19 +218,30 @@ class PageLedger:
         manager = self.manager
         return int(manager.counts.pages[rows].sum()) * manager.fmt.high.tokens / manager.geometry.heads
 
+    def _windows(self, rows: Sequence[int]) -> np.ndarray:
+        """The windows of rows, [n], or [1] where all have the same one."""
+        some: Sequence[int | None] = rows if len(self.manager.windows) else [None]
+        return np.array([self._window_of(row) for row in some])
+
+    def _pressed(self, rows: Sequence[int]) -> np.ndarray:
+        """Positions from which on windows were not compressed under pressure, [n], or [1] where none was."""
+        pressure = self.manager.pressure
+        return np.array(
+            [pressure.begun(row) for row in rows] if pressure is not None and pressure.compressions else [0]
+        )
+
     def _insides(self, rows: Sequence[int]) -> np.ndarray:
         """Tokens inside the windows of rows ([n]), all in the high tier: fewer where some were compressed under
         pressure."""
-        pressure, length = self.manager.pressure, self.manager.rows.length
-        begun = [0] * len(rows) if pressure is None else [pressure.begun(row) for row in rows]
-        return np.array([min(length(row) - at, self._window_of(row)) for row, at in zip(rows, begun, strict=True)])
+        lengths = np.array([self.manager.rows.length(row) for row in rows])
+        return np.minimum(lengths - self._pressed(rows), self._windows(rows))
 
-    def _filling(self, row: int) -> int:
-        """Tokens that a row takes whole yet. What leaves its window meanwhile cannot go down: segments hold it, it is
+    def _filling(self, rows: Sequence[int]) -> np.ndarray:
+        """Tokens that rows take whole yet ([n]). What leaves a window meanwhile cannot go down: segments hold it, it is
         frozen, or it went down under pressure."""
-        rows, pressure = self.manager.rows, self.manager.pressure
-        begun = max(rows.shared(row), rows.frozen(row) or 0, 0 if pressure is None else pressure.begun(row))
-        return max(self._window_of(row) - (rows.length(row) - begun), 0)
+        known = [self.manager.rows.of(row) if row in self.manager.rows else RequestRow() for row in rows]
+        begun = np.maximum([max(x.shared, x.frozen or 0) for x in known], self._pressed(rows))
+        return np.maximum(self._windows(rows) - (np.array([x.length for x in known]) - begun), 0)
 
     def _parts(self, length: np.ndarray, inside: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Of rows of so many tokens ([n]), those ``inside`` their windows and those behind them: as many as layers hold
@@ -294,7 +306,7 @@ class PageLedger:
             return more * self.growth_estimate()
         if running is not None:
             return min(more, max(running.rule.limit - running.held(row), 0)) * self.growth_estimate()
-        return self._grown(length, more, self._filling(row), self._estimate_of(row))
+        return self._grown(length, more, float(self._filling([row])[0]), self._estimate_of(row))
 
     def _estimate_of(self, row: int) -> float:
         """The growth estimate by the pages of one request, if it is long enough."""
@@ -326,7 +338,7 @@ class PageLedger:
         price = np.where(tells, self._price(taken, inside, behind), usual)
         if len(manager.high):
             price[[row in manager.high for row in rows]] = 1.0
-        full = np.minimum([self._filling(row) for row in rows], more)
+        full = np.minimum(self._filling(rows), more)
         others = sum(tokens for _, tokens in wanted) - more.sum()  # of requests that hold nothing yet
         return float((full + (more - full) * price).sum() + others * usual)
 
