@@ -335,13 +335,18 @@ def test_a_pool_with_room_joins_fewer_times() -> None:
     world.check()
 
 
-def test_paths_that_were_spared_are_looked_at_once_the_pool_is_full() -> None:
-    """Those of chats that do not go on too, a few before each step."""
+def chats_that_were_spared() -> World:
+    """Six chats that have ended, in a pool with room."""
     world = World(3000, longest=300, exact=False, segments=200, share_min=4)
     for _ in range(6):
         history: list[int] = []
         for _ in range(7):
             end(world, turn(world, history, new=2))
+    return world
+
+
+def check_spared_once_full(world: World) -> None:
+    """What the chats waste is given back, a few of them before each step, once the pool has no room any more."""
     report = world.tree.report()
     assert report["pages"] > 1.5 * report["pages_needed"]
     ledger = world.allocator.ledger
@@ -355,29 +360,20 @@ def test_paths_that_were_spared_are_looked_at_once_the_pool_is_full() -> None:
     world.check()
 
 
+def test_paths_that_were_spared_are_looked_at_once_the_pool_is_full() -> None:
+    """Those of chats that do not go on too."""
+    check_spared_once_full(chats_that_were_spared())
+
+
 def test_of_spared_paths_what_is_left_is_looked_at() -> None:
     """Each stands there once, and where its end was evicted, what is before that is joined."""
-    world = World(3000, longest=300, exact=False, segments=200, share_min=4)
-    for _ in range(6):
-        history: list[int] = []
-        for _ in range(7):
-            end(world, turn(world, history, new=2))
-    tree, spared = world.tree, world.tree.joiner._spared
+    world = chats_that_were_spared()
+    spared = world.tree.joiner._spared
     assert len(spared) == 6 and not any(node.children for node in spared)
     for node in list(spared):
-        tree.evict_nodes([node])
+        world.tree.evict_nodes([node])
     world.manager.counts.settle()
-    report = tree.report()
-    assert report["pages"] > 1.5 * report["pages_needed"]
-    ledger = world.allocator.ledger
-    ledger.promise("other", int(ledger.available() * (1 - ROOM / 2)))
-    for _ in range(12):
-        world.requests.scheduling_begins([])
-        world.manager.counts.settle()
-    report = tree.report()
-    assert report["pages"] <= MOST_WASTE * report["pages_needed"] + 6 and not spared
-    ledger.forget("other")
-    world.check()
+    check_spared_once_full(world)
 
 
 def test_spared_paths_that_are_gone_take_no_step() -> None:
