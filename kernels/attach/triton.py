@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from itertools import accumulate, chain
+from typing import Any
 
 import torch
 import triton
@@ -154,22 +155,30 @@ def attach(state: PageState, target: int, source: int, lo: int, hi: int, *, kept
     prepare_attach(state, kept_only=kept_only)(target, [(source, lo, hi)])
 
 
+def _tables(state: PageState) -> tuple[Any, ...]:
+    """What the kernels that attach change of a state, in their order."""
+    return (
+        state.pages, state.page_table, state.range_lo, state.range_hi, state.row_blocks, state.entries,
+        state.kept_entry, state.own_entry, state.own_tokens, state.refcount, state.num_pages,
+    )  # fmt: skip
+
+
+def _constants(state: PageState) -> dict[str, Any]:
+    return {
+        "LAYOUTS": layout_numbers(state.fmt), "TIERS": len(state.fmt.tiers), "PAGE_BYTES": state.fmt.page_bytes,
+        "MAX_BLOCKS": state.row_blocks.shape[1], "L": state.num_layers, "H": state.num_heads, "E": ENTRIES,
+        "num_warps": 1,
+    }  # fmt: skip
+
+
 def prepare_attach(state: PageState, *, kept_only: bool) -> Callable[[int, Sequence[Part]], None]:
     """``attach`` to rows of a state, of parts one after the other: target, parts. A launch for every ``PARTS``."""
     launch = Launch(
         attach_kernel,
         (state.num_layers * state.num_heads, len(state.fmt.tiers)),
-        (
-            None, None, *[None] * len(PART_NUMBERS), state.pages, state.page_table, state.range_lo, state.range_hi,
-            state.row_blocks, state.entries, state.kept_entry, state.own_entry, state.own_tokens, state.refcount,
-            state.num_pages,
-        ),
-        {
-            "KEPT_ONLY": kept_only, "LAYOUTS": layout_numbers(state.fmt), "TIERS": len(state.fmt.tiers),
-            "PAGE_BYTES": state.fmt.page_bytes, "MAX_BLOCKS": state.row_blocks.shape[1], "L": state.num_layers,
-            "H": state.num_heads, "E": ENTRIES, "num_warps": 1,
-        },
-    )  # fmt: skip
+        (None, None, *[None] * len(PART_NUMBERS), *_tables(state)),
+        {"KEPT_ONLY": kept_only, **_constants(state)},
+    )
 
     def attach_again(target: int, parts: Sequence[Part]) -> None:
         assert all(target != source for source, _, _ in parts)
@@ -188,16 +197,9 @@ def prepare_attach_rows(state: PageState) -> Callable[[Sequence[tuple[int, Seque
     launch = Launch(
         attach_rows_kernel,
         (heads, tiers, 1),
-        (
-            None, None, state.pages, state.page_table, state.range_lo, state.range_hi, state.row_blocks, state.entries,
-            state.kept_entry, state.own_entry, state.own_tokens, state.refcount, state.num_pages,
-        ),
-        {
-            "LAYOUTS": layout_numbers(state.fmt), "TIERS": tiers, "PAGE_BYTES": state.fmt.page_bytes,
-            "MAX_BLOCKS": state.row_blocks.shape[1], "L": state.num_layers, "H": state.num_heads, "E": ENTRIES,
-            "num_warps": 1,
-        },
-    )  # fmt: skip
+        (None, None, *_tables(state)),
+        _constants(state),
+    )
 
     def attach_rows(paths: Sequence[tuple[int, Sequence[Part]]]) -> None:
         targets = [target for target, _ in paths]
