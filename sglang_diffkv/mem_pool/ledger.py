@@ -123,6 +123,8 @@ class PageLedger:
         self._credit = 0
         self._estimate = 1.0
         self._estimated_at = (-1, -1)
+        layouts = manager.fmt.layouts
+        self._least_price = 0.0 if manager.policy.prunes else layouts[0].tokens / max(x.tokens for x in layouts)
         self.refused: float | None = None
         """Tokens that the last refused request needed, while it waits for them."""
 
@@ -263,9 +265,7 @@ class PageLedger:
         """What a token behind a window takes, where so many take so much with those inside: of one row or of several.
         Of windows of their own a part may be in a prefix that is compressed already; no token takes less than one of
         the smallest tier."""
-        fmt = self.manager.fmt
-        least = 0.0 if self.manager.policy.prunes else fmt.high.tokens / max(x.tokens for x in fmt.layouts)
-        found = GROWTH_MARGIN * np.maximum((taken - inside) / np.maximum(behind, 1), least)
+        found = GROWTH_MARGIN * np.maximum((taken - inside) / np.maximum(behind, 1), self._least_price)
         return np.minimum(found, 1.0)
 
     @property
@@ -306,15 +306,22 @@ class PageLedger:
             return more * self.growth_estimate()
         if running is not None:
             return min(more, max(running.rule.limit - running.held(row), 0)) * self.growth_estimate()
-        return self._grown(length, more, float(self._filling([row])[0]), self._estimate_of(row))
+        return self._growth_of_row(row, more)
 
-    def _estimate_of(self, row: int) -> float:
-        """The growth estimate by the pages of one request, if it is long enough."""
-        usual, rows = self.growth_estimate(), self.manager.rows  # measured anew whoever asks
-        inside, behind = (float(x[0]) for x in self._parts(np.array([rows.length(row)]), self._insides([row])))
-        if behind >= ROW_ESTIMATE_TOKENS and not rows.in_prompt(row) and (taken := self._taken([row])):
-            return float(self._price(taken, inside, behind))
-        return usual
+    def _growth_of_row(self, row: int, more: float) -> float:
+        """As ``growth_of_all`` has it, without arrays: SGLang asks for each running request before each pass."""
+        manager, pressure, known = self.manager, self.manager.pressure, self.manager.rows.of(row)
+        price, window = self.growth_estimate(), self._window_of(row)  # measured anew whoever asks
+        pressed = pressure.begun(row) if pressure is not None and pressure.compressions else 0
+        inside: float = min(known.length - pressed, window)
+        held: float = known.length
+        if any(manager.geometry.attention_spans):
+            inside, held = self._within_spans(inside), self._within_spans(held)
+        if held - inside >= ROW_ESTIMATE_TOKENS and not known.in_prompt and (pages := int(manager.counts.pages[row])):
+            taken = pages * manager.fmt.high.tokens / manager.geometry.heads
+            price = min(GROWTH_MARGIN * max((taken - inside) / (held - inside), self._least_price), 1.0)
+        filling = max(window - (known.length - max(known.shared, known.frozen or 0, pressed)), 0)
+        return self._grown(known.length, more, filling, price)
 
     def room_for_refused(self, expected: Iterable[tuple[int | None, float]]) -> bool:
         """Whether the last refused request would fit beside what running requests may generate yet, given as (row,
