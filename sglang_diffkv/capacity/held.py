@@ -154,6 +154,11 @@ class Holding:
         policy = self.plan.config.build_policy()
         return policy.window if policy.compresses and not policy.prunes else 0
 
+    @property
+    def part_filled(self) -> float:
+        """High-tier tokens that the part-filled pages of a request lack on average."""
+        return len(self.plan.fmt.layouts) * self.plan.fmt.high.tokens / 2
+
     def prompt_tokens(self, prompt: int) -> float:
         """High-tier tokens that a prompt takes while it is computed."""
         return float(prompt)
@@ -169,6 +174,7 @@ class StockHolding:
     spans: tuple[int, ...] = ()
     window: int = 0
     """Of a tier of its own: all tokens are alike."""
+    part_filled: float = 0.0
 
     def tokens(self, prompt: int, reply: int) -> float:
         """Tokens that a request takes: in layers with a window those that it can see."""
@@ -201,7 +207,8 @@ def _reserved(holding: Holding | StockHolding, prompt: int, reply: int, ended: f
     more, inside = min(reply, CLIP), min(holding.window, prompt + reply)
     full = min(max(holding.window - prompt, 0), more)
     behind = max(prompt + reply - inside, 1)
-    return full + (more - full) * min(GROWTH_MARGIN * max(ended - inside, 0.0) / behind, 1.0)
+    taken = max(ended - inside - holding.part_filled, 0.0)
+    return full + (more - full) * min(GROWTH_MARGIN * taken / behind, 1.0)
 
 
 def running(holding: Holding | StockHolding, prompt: int, reply: int, most: int | None) -> Running:

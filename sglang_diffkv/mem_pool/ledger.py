@@ -17,6 +17,7 @@ import numpy as np
 
 from sglang_diffkv.layout.geometry import Path
 from sglang_diffkv.layout.spans import kept_in_layers
+from sglang_diffkv.mem_pool.expected import Expected
 from sglang_diffkv.mem_pool.page_manager import PageManager
 from sglang_diffkv.mem_pool.rows import RequestRow
 from sglang_diffkv.policies.base import kv_slots_of
@@ -125,6 +126,13 @@ class PageLedger:
         self._estimated_at = (-1, -1)
         layouts = manager.fmt.layouts
         self._least_price = 0.0 if manager.policy.prunes else layouts[0].tokens / max(x.tokens for x in layouts)
+        self._part_filled = len(layouts) * manager.fmt.high.tokens / 2
+        """What the part-filled page of each tier lacks on average, in high-tier tokens."""
+        self._given_back = 0.0
+        """Tokens of a window that go down under pressure. What is certain to come is reserved without what that saves,
+        since it makes up for what takes more than was reserved. Replies whose length is guessed may need that."""
+        if manager.pressure is not None:
+            self._given_back = self._within_spans(manager.policy.window - manager.pressure.rule.window)
         self.refused: float | None = None
         """Tokens that the last refused request needed, while it waits for them."""
 
@@ -212,13 +220,14 @@ class PageLedger:
         rows = [row for row in rows if row not in manager.high and row not in manager.windows]
         inside, behind = self._parts(np.array([manager.rows.length(row) for row in rows]), self._insides(rows))
         if (all_behind := float(behind.sum())) >= ESTIMATE_TOKENS:
-            self._estimate = float(self._price(self._taken(rows), float(inside.sum()), all_behind))
+            self._estimate = float(self._price(self._taken(rows).sum(), float(inside.sum()), all_behind))
         return self._estimate
 
-    def _taken(self, rows: Sequence[int]) -> float:
-        """High-tier tokens that the pages of ``rows`` stand for, as they were counted last."""
+    def _taken(self, rows: Sequence[int]) -> np.ndarray:
+        """High-tier tokens that the pages of rows stand for ([n]), as they were counted last, but for those that
+        part-filled pages lack: a request has as many of these pages however long it is."""
         manager = self.manager
-        return int(manager.counts.pages[rows].sum()) * manager.fmt.high.tokens / manager.geometry.heads
+        return manager.counts.pages[rows] * manager.fmt.high.tokens / manager.geometry.heads - self._part_filled
 
     def _windows(self, rows: Sequence[int]) -> np.ndarray:
         """The windows of rows, [n], or [1] where all have the same one."""
@@ -277,27 +286,32 @@ class PageLedger:
         """Of a sequence of ``length`` tokens, those that layers hold on average as far as they see."""
         return length * kept_in_layers(self.manager.geometry.attention_spans, length) if length else 0.0
 
-    def _grown(self, length: float, more: float, filling: float, price: float) -> float:
+    def _grown(self, length: float, more: float, filling: float, price: float, *, certain: bool) -> float:
         """High-tier tokens that ``more`` tokens behind ``length`` take: whole until the window is full, by so many
-        (``filling``), and then at the price of those that leave it."""
+        (``filling``), and then at the price of those that leave it. If they are ``certain`` to come, without what is
+        given back of the window under pressure."""
         full = min(filling, more)
         before, filled = self._within_spans(length), self._within_spans(length + full)
-        return filled - before + (self._within_spans(length + more) - filled) * price
+        grown = filled - before + (self._within_spans(length + more) - filled) * price
+        if not certain:
+            return grown
+        return max(grown - max(self._given_back - (filling - full), 0.0) * (1 - price), 0.0)
 
-    def growth(self, length: int, more: int) -> float:
+    def growth(self, length: int, more: int, *, certain: bool = False) -> float:
         """High-tier tokens that ``more`` generated ones are expected to take behind ``length``, by the growth
-        estimate: up to its budget where a request holds one, and in sliding layers up to their windows."""
-        running = self.manager.running
+        estimate: up to its budget where a request holds one, and in sliding layers up to their windows. ``certain``:
+        as of ``Expected``."""
+        running, price = self.manager.running, self.growth_estimate()
         if running is not None:
-            return running.growing(length, more) * self.growth_estimate()
-        return self._grown(length, more, max(self._window_of(None) - length, 0), self.growth_estimate())
+            return running.growing(length, more) * price
+        return self._grown(length, more, max(self._window_of(None) - length, 0), price, certain=certain)
 
     def whole_growth(self, length: int, more: float) -> float:
         """The same of a request that keeps all tokens in the high tier."""
         return self._within_spans(length + more) - self._within_spans(length)
 
-    def growth_of(self, row: int | None, more: float) -> float:
-        """The same of a running request, by its own pages where it is long enough."""
+    def growth_of(self, row: int | None, more: float, certain: bool = False) -> float:
+        """``growth`` of a running request, given as ``Expected``, by its own pages where it is long enough."""
         manager, running = self.manager, self.manager.running
         length = 0 if row is None else manager.rows.length(row)
         if row is not None and row in manager.high:
@@ -306,9 +320,9 @@ class PageLedger:
             return more * self.growth_estimate()
         if running is not None:
             return min(more, max(running.rule.limit - running.held(row), 0)) * self.growth_estimate()
-        return self._growth_of_row(row, more)
+        return self._growth_of_row(row, more, certain)
 
-    def _growth_of_row(self, row: int, more: float) -> float:
+    def _growth_of_row(self, row: int, more: float, certain: bool) -> float:
         """As ``growth_of_all`` has it, without arrays: SGLang asks for each running request before each pass."""
         manager, pressure, known = self.manager, self.manager.pressure, self.manager.rows.of(row)
         price, window = self.growth_estimate(), self._window_of(row)  # measured anew whoever asks
@@ -318,36 +332,41 @@ class PageLedger:
         if any(manager.geometry.attention_spans):
             inside, held = self._within_spans(inside), self._within_spans(held)
         if held - inside >= ROW_ESTIMATE_TOKENS and not known.in_prompt and (pages := int(manager.counts.pages[row])):
-            taken = pages * manager.fmt.high.tokens / manager.geometry.heads
+            taken = pages * manager.fmt.high.tokens / manager.geometry.heads - self._part_filled
             price = min(GROWTH_MARGIN * max((taken - inside) / (held - inside), self._least_price), 1.0)
         filling = max(window - (known.length - max(known.shared, known.frozen or 0, pressed)), 0)
-        return self._grown(known.length, more, filling, price)
+        return self._grown(known.length, more, filling, price, certain=certain and row not in manager.windows)
 
-    def room_for_refused(self, expected: Iterable[tuple[int | None, float]]) -> bool:
-        """Whether the last refused request would fit beside what running requests may generate yet, given as (row,
-        tokens). Running requests make room by compression and by a falling estimate, not only by ending."""
+    def room_for_refused(self, expected: Iterable[Expected]) -> bool:
+        """Whether the last refused request would fit beside what running requests may generate yet. These make room by
+        compression and by a falling estimate, not only by ending."""
         if self.refused is None:
             return False
         return self.available() + self.evictable() - self.growth_of_all(expected) > self.refused
 
-    def growth_of_all(self, expected: Iterable[tuple[int | None, float]]) -> float:
-        """The sum of ``growth_of`` over running requests, given as (row, tokens)."""
+    def growth_of_all(self, expected: Iterable[Expected]) -> float:
+        """The sum of ``growth_of`` over running requests."""
         manager, wanted = self.manager, list(expected)
-        alike = [(row, n) for row, n in wanted if row is not None and (row in manager.high or manager.rows.length(row))]
+        alike = [x for x in wanted if x.row is not None and (x.row in manager.high or manager.rows.length(x.row))]
         if manager.running is not None or any(manager.geometry.attention_spans) or not alike:
-            return sum(self.growth_of(row, tokens) for row, tokens in wanted)
-        usual, rows = self.growth_estimate(), [row for row, _ in alike]
-        more = np.array([tokens for _, tokens in alike], dtype=float)  # [n], as all that follows
+            return sum(self.growth_of(*x) for x in wanted)
+        usual, rows = self.growth_estimate(), [x.row for x in alike if x.row is not None]
+        more = np.array([x.tokens for x in alike], dtype=float)  # [n], as all that follows
         length = np.array([manager.rows.length(row) for row in rows])
         inside, behind = self._parts(length, self._insides(rows))
-        taken = manager.counts.pages[rows] * manager.fmt.high.tokens / manager.geometry.heads
-        tells = (taken > 0) & (behind >= ROW_ESTIMATE_TOKENS) & ~np.array([manager.rows.in_prompt(x) for x in rows])
-        price = np.where(tells, self._price(taken, inside, behind), usual)
+        tells = (manager.counts.pages[rows] > 0) & (behind >= ROW_ESTIMATE_TOKENS)
+        tells &= ~np.array([manager.rows.in_prompt(row) for row in rows])
+        price = np.where(tells, self._price(self._taken(rows), inside, behind), usual)
         if len(manager.high):
             price[[row in manager.high for row in rows]] = 1.0
-        full = np.minimum(self._filling(rows), more)
-        others = sum(tokens for _, tokens in wanted) - more.sum()  # of requests that hold nothing yet
-        return float((full + (more - full) * price).sum() + others * usual)
+        filling = self._filling(rows)
+        full = np.minimum(filling, more)
+        grown = full + (more - full) * price
+        certain = np.array([x.certain and row not in manager.windows for x, row in zip(alike, rows, strict=True)])
+        given_back = np.maximum(self._given_back - (filling - full), 0) * (1 - price)
+        grown = np.where(certain, np.maximum(grown - given_back, 0), grown)
+        others = sum(x.tokens for x in wanted) - more.sum()  # of requests that hold nothing yet
+        return float(grown.sum() + others * usual)
 
     @property
     def idle(self) -> bool:
@@ -501,7 +520,7 @@ class PageLedger:
         the last chunk, and the window before it, by the growth estimate."""
         growth = self.growth_estimate() * PROMPT_MARGIN / GROWTH_MARGIN if self.growth_estimate() < 1 else 1.0
         whole = chunk + self._window_of(None)
-        return min(math.ceil(growth * max(new_tokens - whole, 0)) + whole, new_tokens)
+        return min(math.ceil(growth * max(new_tokens - whole, 0) + self._part_filled) + whole, new_tokens)
 
     def most_pages(self, path: Path, own_tokens: int) -> int:
         """Pages, at most, that a request of ``own_tokens`` after ``path`` keeps from others."""

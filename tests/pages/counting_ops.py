@@ -45,8 +45,9 @@ class CountingOps(ReferenceOps):
     def compact_prompt(self, row: int, seq_len: int, policy: Policy, tail: int = 0) -> None:
         state = self.state
         assert not tail, "these servers have no prefix cache, for which tails are set apart"
-        old = (state.own_tokens[row, :, :, 0] - self.window).clamp(min=0)
-        goes = (old * (1 - self.high)).round().int()
+        own = state.own_tokens[row]
+        low = ((own.sum(-1) - policy.window).clamp(min=0) * (1 - self.high)).round().int()
+        goes = (low - own[:, :, 1]).clamp(min=0)  # those that stayed before stay
         assert state.counters[1] - state.counters[0] >= self.high.numel(), "no spare pages for a compaction"
         state.own_tokens[row, :, :, 0] -= goes
         state.own_tokens[row, :, :, 1] += goes

@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from sglang_diffkv.mem_pool.expected import Expected
 from tests.pages.saturation_pools import Request
 
 CLIP = 4096
@@ -29,6 +30,7 @@ class Seen:
     running: list[int] = field(default_factory=list)
     ratio: list[float] = field(default_factory=list)
     retracted: int = 0
+    relieved: int = 0  # compressions under pressure
     compacted: int = 0  # prompts admitted because they are compacted between chunks
     held: int = 0  # passes in which such a prompt waited
     steps: int = 0
@@ -39,7 +41,8 @@ class Seen:
 
 
 class Scheduler:
-    """SGLang's loop over a pool: prompts first, in chunks, then a decode step of all running requests."""
+    """SGLang's loop over a pool: prompts first, in chunks, then a decode step of all running requests. ``certain``: it
+    reserves whole replies, and guesses nothing."""
 
     def __init__(
         self,
@@ -48,6 +51,7 @@ class Scheduler:
         rows: int,
         *,
         chunk: int = 8192,
+        certain: bool = False,
         on_step: Callable[[int], None] = lambda step: None,
     ):
         self.pool, self.chunk, self.on_step = pool, chunk, on_step
@@ -55,7 +59,7 @@ class Scheduler:
         self.running: list[Request] = []
         self.chunked: Request | None = None
         self.rows = list(range(rows, 0, -1))
-        self.new_ratio = FIRST_RATIO
+        self.certain, self.new_ratio = certain, FIRST_RATIO
         self.full = False
         self.seen = Seen()
 
@@ -68,14 +72,19 @@ class Scheduler:
     def _rest(self, req: Request) -> int:
         return min(max(req.reply - req.made, 0), CLIP)
 
-    def _expected(self) -> list[tuple[int, float]]:
-        return [(x.row, self._rest(x) * self.new_ratio) for x in self.running]
+    def _expected(self) -> list[Expected]:
+        return [
+            Expected(x.row, self._rest(x) * (1 if self.certain else self.new_ratio), self.certain) for x in self.running
+        ]
+
+    def _growth(self, req: Request) -> float:
+        return self.pool.growth(req.fill, self._rest(req), self.certain)
 
     def _prefill(self) -> bool:
         if (self.full or not self.waiting) and self.chunked is None:
             return False
         pool, batch, left = self.pool, [], self.chunk
-        offset = sum(pool.growth_of(row, tokens) for row, tokens in self._expected())
+        offset = sum(pool.growth_of(*expected) for expected in self._expected())
         held = self.chunked is not None and bool(self.running) and pool.holds(self.chunked)
         self.seen.held += held
         if self.chunked is not None and not held:
@@ -84,11 +93,11 @@ class Scheduler:
             batch.append((req, count))
             left -= count
             self.chunked = None if req.done + count == req.fill else req
-            offset += count + (0 if self.chunked else self._rest(req) * pool.estimate)
+            offset += count + (0 if self.chunked else self._growth(req))
         while self.waiting and left > 0 and self.chunked is None and self._admit(self.waiting[0], batch, left, offset):
             req, count = batch[-1]
             left -= count
-            offset += count + 1 + (0 if self.chunked else math.ceil(self._rest(req) * pool.estimate))
+            offset += count + 1 + (0 if self.chunked else math.ceil(self._growth(req)))
         if not batch:
             return False
         pool.prefill(batch)
@@ -103,7 +112,10 @@ class Scheduler:
     def _admit(self, req: Request, batch: list[tuple[Request, int]], left: int, offset: float) -> bool:
         """Whether the first of the waiting requests joins the batch."""
         pool = self.pool
-        wanted, room = req.fill + math.ceil(self._rest(req) * pool.estimate) + 1, pool.available() - offset
+        wanted, room = (
+            req.fill + math.ceil(self._growth(req)) + 1,
+            pool.available() - offset,
+        )
         chunk = 0
         if not pool.admits(req.fill) or wanted >= room:
             others = [*self.running, *(x for x, _ in batch)]
@@ -142,6 +154,8 @@ class Scheduler:
             self.full = False
 
     def _make_room(self) -> None:
+        if self.pool.available() < len(self.running):
+            self.seen.relieved += self.pool.relieve(self.running)
         if self.pool.available() >= len(self.running):
             self.new_ratio = max(self.new_ratio - (FIRST_RATIO - LEAST_RATIO) / DECAY_STEPS, LEAST_RATIO)
             return

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from sglang_diffkv.layout.geometry import Geometry
+from sglang_diffkv.mem_pool.expected import Expected
 from sglang_diffkv.mem_pool.ledger import PageLedger, pages_for
 from sglang_diffkv.mem_pool.page_manager import PageManager
 from tests.pages.counting_ops import CountingOps
@@ -37,7 +38,8 @@ class StockPool:
         self.capacity, self.free = capacity, capacity
         self.held: dict[int, int] = {}
 
-    estimate = 1.0
+    def growth(self, length: int, more: int, certain: bool) -> float:
+        return more
 
     def available(self) -> int:
         return self.free
@@ -52,6 +54,9 @@ class StockPool:
 
     def holds(self, req: Request) -> bool:
         return False
+
+    def relieve(self, reqs: list[Request]) -> int:
+        return 0
 
     def prefill(self, batch: list[tuple[Request, int]]) -> None:
         for req, count in batch:
@@ -69,10 +74,10 @@ class StockPool:
     def release(self, row: int) -> None:
         self.free += self.held.pop(row, 0)
 
-    def growth_of(self, row: int, tokens: float) -> float:
+    def growth_of(self, row: int, tokens: float, certain: bool) -> float:
         return tokens
 
-    def retry(self, expected: list[tuple[int, float]]) -> bool:
+    def retry(self, expected: list[Expected]) -> bool:
         return False
 
     def refuse(self, wanted: float) -> None: ...
@@ -93,22 +98,22 @@ class DiffKVServer:
         rows: int,
         longest: int,
         window: int = 64,
+        pressure_window: int | None = None,
         share_min_tokens: int | None = 128,
         compacts_chunks: bool = True,
     ):
         geometry = Geometry(
             fmt, *high.shape, pages_for(capacity, fmt.high.tokens, high.size), rows + 1, 512, max_tokens=longest
         )
-        policy = diffkv_policy(1.0, 0.0, window)
+        policy = diffkv_policy(1.0, 0.0, window, pressure_window=pressure_window)
         self.manager = PageManager(geometry, policy, make_ops=lambda state: CountingOps(state, policy, high, 0))
         self.ops = self.manager.ops
         self.manager.prompts.share_min_tokens = share_min_tokens
         self.ledger = PageLedger(self.manager, capacity)
         self.capacity, self.compacts_chunks = capacity, compacts_chunks
 
-    @property
-    def estimate(self) -> float:
-        return self.ledger.growth_estimate()
+    def growth(self, length: int, more: int, certain: bool) -> float:
+        return self.ledger.growth(length, more, certain=certain)
 
     def available(self) -> int:
         return self.ledger.available()
@@ -161,6 +166,11 @@ class DiffKVServer:
         manager.ops.decode_step(torch.tensor(rows), torch.tensor(rows))
         manager.counts.report()
 
+    def relieve(self, reqs: list[Request]) -> int:
+        """Compress what requests hold once more; how many of them."""
+        pressure = self.manager.pressure
+        return 0 if pressure is None else len(pressure.relieve([req.row for req in reqs]))
+
     def release(self, row: int) -> None:
         self.ledger.forget(str(row))
         if row in self.manager.rows:
@@ -169,10 +179,10 @@ class DiffKVServer:
     def refuse(self, wanted: float) -> None:
         self.ledger.refused = wanted
 
-    def growth_of(self, row: int, tokens: float) -> float:
-        return self.ledger.growth_of(row, tokens)
+    def growth_of(self, row: int, tokens: float, certain: bool) -> float:
+        return self.ledger.growth_of(row, tokens, certain)
 
-    def retry(self, expected: list[tuple[int, float]]) -> bool:
+    def retry(self, expected: list[Expected]) -> bool:
         return self.ledger.refused is not None and self.ledger.room_for_refused(expected)
 
     def ratio(self) -> float:

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from sglang_diffkv.layout.spans import retained_tokens
+from sglang_diffkv.mem_pool.expected import Expected
 from sglang_diffkv.mem_pool.integrity import check_integrity
 from sglang_diffkv.mem_pool.ledger import PageLedger
 from sglang_diffkv.mem_pool.pressure import LEAST_GROWTH
@@ -118,8 +119,8 @@ def test_what_it_takes_counts_as_such() -> None:
     price = ledger.growth_estimate()
     assert price < 0.7
     assert ledger.growth_of(1, 100) == ledger.whole_growth(300, 100) == 100 > ledger.growth_of(2, 100)
-    expected = [(1, 100.0), (2, 50.0), (3, 50.0)]
-    assert ledger.growth_of_all(expected) == pytest.approx(sum(ledger.growth_of(row, n) for row, n in expected))
+    expected = [Expected(1, 100.0), Expected(2, 50.0), Expected(3, 50.0)]
+    assert ledger.growth_of_all(expected) == pytest.approx(sum(ledger.growth_of(*x) for x in expected))
 
 
 def test_where_no_row_may_keep_all() -> None:

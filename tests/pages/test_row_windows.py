@@ -9,6 +9,7 @@ import pytest
 
 from sglang_diffkv.layout.page_format import EMPTY
 from sglang_diffkv.layout.spans import retained_tokens
+from sglang_diffkv.mem_pool.expected import Expected
 from sglang_diffkv.mem_pool.integrity import check_integrity
 from sglang_diffkv.mem_pool.ledger import PageLedger
 from sglang_diffkv.mem_pool.page_manager import PageManager
@@ -141,8 +142,8 @@ def test_what_it_takes_counts_as_such() -> None:
     assert price < 0.7
     assert ledger.growth_of(1, 100) == pytest.approx(60 - 41 + 81 * price)
     assert ledger.growth_of(1, 10) == 10 and ledger.growth_of(4, 100) == pytest.approx(100 * price)
-    expected = [(1, 100.0), (2, 50.0), (4, 50.0)]
-    assert ledger.growth_of_all(expected) == pytest.approx(sum(ledger.growth_of(row, n) for row, n in expected))
+    expected = [Expected(1, 100.0), Expected(2, 50.0), Expected(4, 50.0)]
+    assert ledger.growth_of_all(expected) == pytest.approx(sum(ledger.growth_of(*x) for x in expected))
 
 
 def test_a_prompt_s_tail_may_take_a_page_more_once_a_window_ends_within_one() -> None:

@@ -103,3 +103,22 @@ def test_prompts_that_do_not_compress_as_expected_wait(seed: int) -> None:
     server.manager.prompts.end_chunk = lambda *rows: None
     seen = drain(server, requests, 256, lambda step: None)
     assert seen.compacted > 3 and seen.held > 0, (seen.compacted, seen.held)
+
+
+@pytest.mark.parametrize("pressure_window", [64, None])
+def test_of_replies_that_are_reserved_whole_as_many_run_as_pressure_makes_room_for(
+    capacity: int, pressure_window: int | None
+) -> None:
+    """128 requests hold a little more at their ends than there is, unless they are compressed once more then."""
+    prompt = reply = 1024
+    high = np.full(SHAPE, 0.02)
+    server = DiffKVServer(
+        FMT, capacity, high, rows=400, longest=prompt + reply + 64, window=256, share_min_tokens=None,
+        pressure_window=pressure_window,
+    )  # fmt: skip
+    seen = Scheduler(server, [Request(prompt, reply) for _ in range(128)], 400, certain=True).run()
+    assert not seen.retracted
+    if pressure_window is None:
+        assert seen.steps >= 2 * reply - 2 and not seen.relieved, "some run behind all others"
+    else:
+        assert seen.steps <= 1.02 * reply and seen.relieved

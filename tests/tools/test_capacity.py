@@ -654,8 +654,8 @@ def test_every_plan_is_that_of_the_memory_plan(llama: Model) -> None:
 @pytest.mark.parametrize(("prompt", "reply", "full"), [(100, 1000, 156), (100, 50, 50), (999, 999, 0), (8, 9000, 248)])
 def test_what_admission_reserves_of_a_reply(prompt: int, reply: int, full: int) -> None:
     """Whole tokens until the window is full, then those behind it, with the margin; no more than SGLang looks at."""
-    holding = SimpleNamespace(window=256)
+    holding = SimpleNamespace(window=256, part_filled=32.0)
     behind, more = max(prompt + reply - 256, 0), min(reply, CLIP)
-    half = held._reserved(holding, prompt, reply, min(prompt + reply, 256) + behind / 2)  # type: ignore[arg-type]
+    half = held._reserved(holding, prompt, reply, min(prompt + reply, 256) + 32 + behind / 2)  # type: ignore[arg-type]
     assert half == pytest.approx(full + (more - full) * GROWTH_MARGIN / 2)
-    assert held._reserved(holding, prompt, reply, prompt + reply) == more  # type: ignore[arg-type]
+    assert held._reserved(holding, prompt, reply, 32 + prompt + reply) == more  # type: ignore[arg-type]

@@ -16,6 +16,7 @@ from sglang.srt.managers.schedule_policy import AddReqResult
 from sglang_diffkv.config import CHECK_ENV
 from sglang_diffkv.layout.geometry import Geometry
 from sglang_diffkv.layout.spans import retained_tokens
+from sglang_diffkv.mem_pool.expected import Expected
 from sglang_diffkv.mem_pool.ledger import ESTIMATE_TOKENS, GROWTH_MARGIN, PROMPT_MARGIN, PageLedger, Promise
 from sglang_diffkv.mem_pool.page_manager import PageManager
 from sglang_diffkv.policies.uniform import UniformPolicy
@@ -47,6 +48,7 @@ def test_the_estimate_is_what_running_requests_hold() -> None:
     session.step([1, 2])
     manager.counts.settle()
     held = sum(manager.device.pages_of(row) for row in (1, 2)) * manager.fmt.high.tokens / manager.geometry.heads
+    held -= 2 * manager.fmt.high.tokens  # on average two pages of a request are half full
     assert ledger.growth_estimate() == pytest.approx(GROWTH_MARGIN * (held - 2 * 8) / (602 - 2 * 8)), "but windows"
     assert ledger.growth_estimate() < 0.75
     before = ledger.growth_estimate()
@@ -76,10 +78,11 @@ def test_what_all_take_is_what_each_takes() -> None:
     session.step([1, 2, 3])
     session.manager.counts.settle()
     session.end_prompt(5)
-    expected = [(1, 60.0), (2, 0.0), (3, 7.0), (None, 11.5), (4, 20.0), (5, 9.0)]
+    parts = [(1, 60.0), (2, 0.0), (3, 7.0), (None, 11.5), (4, 20.0), (5, 9.0)]
+    expected = [Expected(*part) for part in parts]
     found = ledger.growth_of_all(expected)
-    assert found == pytest.approx(sum(ledger.growth_of(row, tokens) for row, tokens in expected))
-    assert 0 < found < sum(tokens for _, tokens in expected) and ledger.growth_of_all([]) == 0
+    assert found == pytest.approx(sum(ledger.growth_of(*x) for x in expected))
+    assert 0 < found < sum(x.tokens for x in expected) and ledger.growth_of_all([]) == 0
 
 
 @pytest.mark.parametrize("prompt", [40, 400])
@@ -97,7 +100,7 @@ def test_growth_is_what_tokens_behind_the_window_take(prompt: int) -> None:
     before, expected = taken(), ledger.growth_of(1, more)
     assert (
         expected
-        == pytest.approx(ledger.growth_of_all([(1, more)]))
+        == pytest.approx(ledger.growth_of_all([Expected(1, more)]))
         == pytest.approx(ledger.growth(prompt + 1, more), rel=0.1)
     )
     for _ in range(more):
@@ -119,7 +122,11 @@ def test_no_token_takes_less_than_one_of_the_smallest_tier() -> None:
     high, low = manager.fmt.layouts
     manager.counts.pages[1] = manager.geometry.heads * (700 // low.tokens)
     assert ledger.growth_estimate() == pytest.approx(GROWTH_MARGIN * high.tokens / low.tokens)
-    assert ledger.growth_of(1, 40) == pytest.approx(40 * ledger.growth_estimate()) == ledger.growth_of_all([(1, 40)])
+    assert (
+        ledger.growth_of(1, 40)
+        == pytest.approx(40 * ledger.growth_estimate())
+        == ledger.growth_of_all([Expected(1, 40)])
+    )
 
 
 def test_where_tokens_are_dropped_all_of_them_tell() -> None:
@@ -128,8 +135,9 @@ def test_where_tokens_are_dropped_all_of_them_tell() -> None:
     session.end_prompt(1)
     session.step([1], check=False)
     session.manager.counts.settle()
-    held = session.manager.device.pages_of(1) * session.manager.fmt.high.tokens / session.manager.geometry.heads
-    assert ledger.growth_estimate() == pytest.approx(min(GROWTH_MARGIN * held / 601, 1.0))
+    page = session.manager.fmt.high.tokens
+    held = session.manager.device.pages_of(1) * page / session.manager.geometry.heads
+    assert ledger.growth_estimate() == pytest.approx(min(GROWTH_MARGIN * (held - page) / 601, 1.0))
 
 
 def test_the_estimate_of_a_single_tier_is_one() -> None:
@@ -175,12 +183,13 @@ def test_a_refused_request_waits_for_room() -> None:
     session, ledger = session_of(diffkv_policy(50.0, 0.0, window=8))
     assert not ledger.room_for_refused([]), "nobody was refused"
     ledger.refused = ledger.available() - 100
-    assert ledger.room_for_refused([(3, 60.0), (4, 39.0)]) and not ledger.room_for_refused([(3, 60.0), (4, 40.0)])
+    assert ledger.room_for_refused([Expected(3, 60.0), Expected(4, 39.0)])
+    assert not ledger.room_for_refused([Expected(3, 60.0), Expected(4, 40.0)])
     session.extend({1: 160})
     assert not ledger.room_for_refused([])
     session.release(1)
     session.manager.counts.settle()
-    assert ledger.room_for_refused([(None, 99.0)])
+    assert ledger.room_for_refused([Expected(None, 99.0)])
 
 
 def test_a_long_request_has_an_estimate_of_its_own() -> None:
@@ -193,7 +202,8 @@ def test_a_long_request_has_an_estimate_of_its_own() -> None:
         session.end_prompt(row)
     session.step([1, 2, 3])
     manager.counts.settle()
-    held = manager.device.pages_of(1) * manager.fmt.high.tokens / manager.geometry.heads
+    page = manager.fmt.high.tokens
+    held = manager.device.pages_of(1) * page / manager.geometry.heads - page
     assert ledger.growth_of(1, 40) == pytest.approx(40 * GROWTH_MARGIN * (held - 8) / (301 - 8))
     assert ledger.growth_of(1, 40) < ledger.growth(300, 40) == pytest.approx(40 * ledger.growth_estimate())
     assert ledger.growth_of(2, 40) == 40, "all of it stayed in the high tier"
@@ -266,7 +276,8 @@ def test_what_a_compacted_prompt_is_expected_to_take() -> None:
     session, ledger = session_of(diffkv_policy(50.0, 0.0, window=8))
     assert ledger.compacting_tokens(1000, 100) == 1000, "nothing is known yet"
     ledger._estimate, ledger._estimated_at = 0.55, (session.manager.counts.tick, session.manager.counts.counted_step)
-    assert ledger.compacting_tokens(1000, 100) == 108 + math.ceil(892 * 0.55 * PROMPT_MARGIN / GROWTH_MARGIN)
+    behind = 892 * 0.55 * PROMPT_MARGIN / GROWTH_MARGIN
+    assert ledger.compacting_tokens(1000, 100) == 108 + math.ceil(behind + session.manager.fmt.high.tokens)
     assert ledger.compacting_tokens(80, 100) == 80
     pages, heads = session.manager.geometry.num_pages, session.manager.geometry.heads
     tokens = (pages // heads - 40) * session.manager.fmt.high.tokens

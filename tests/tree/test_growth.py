@@ -7,6 +7,7 @@ import random
 import pytest
 
 from sglang_diffkv.layout.spans import retained_tokens
+from sglang_diffkv.mem_pool.expected import Expected
 from sglang_diffkv.mem_pool.ledger import GROWTH_MARGIN, PageLedger
 from sglang_diffkv.policies.base import Policy
 from tests.dense import Session
@@ -36,8 +37,12 @@ def test_behind_a_compression_under_pressure_windows_fill_up_whole() -> None:
     session.manager.counts.settle()
     before, page = taken(session, 1), session.manager.fmt.high.tokens
     expected = {more: ledger.growth_of(1, more) for more in (40, 88, 160)}
-    assert expected[160] == pytest.approx(ledger.growth_of_all([(1, 160)]))
-    assert ledger.growth_estimate() > GROWTH_MARGIN * 4 / 7, "part-filled pages count, and no window that is not there"
+    assert expected[160] == pytest.approx(ledger.growth_of_all([Expected(1, 160)]))
+    session.manager.counts.pages[[1, 2]] += 4 * session.manager.geometry.heads
+    session.manager.counts.tick += 1
+    inside, held = 8 + 96, taken(session, 1) + taken(session, 2) + 2 * (4 - 1) * page
+    assert ledger.growth_estimate() == pytest.approx(GROWTH_MARGIN * (held - inside) / (1200 - inside)), "what is there"
+    session.manager.counts.pages[[1, 2]] -= 4 * session.manager.geometry.heads
     for step in range(1, 161):
         session.step([1, 2], check=False)
         if step in expected:
@@ -87,7 +92,7 @@ def test_a_window_within_what_segments_hold_fills_up_whole() -> None:
     price = ledger.growth_estimate()
     assert price < 1 and ledger.growth_of(1, 80) == pytest.approx(80 * price)
     session.manager.rows.share(1, 670)
-    for growth in (ledger.growth_of(1, 80), ledger.growth_of_all([(1, 80)])):
+    for growth in (ledger.growth_of(1, 80), ledger.growth_of_all([Expected(1, 80)])):
         assert growth == pytest.approx(66 + 14 * price)
 
 
@@ -98,9 +103,51 @@ def test_tokens_that_sliding_layers_hold_are_those_that_tell() -> None:
     session.end_prompt(1)
     session.manager.counts.settle()
     inside, behind = (64 + retained_tokens(20)) / 2, (900 - 64) / 2
-    expected = GROWTH_MARGIN * (taken(session, 1) - inside) / behind
+    page = session.manager.fmt.high.tokens
+    session.manager.counts.pages[1] += 2 * session.manager.geometry.heads
+    expected = GROWTH_MARGIN * (taken(session, 1) + (2 - 1) * page - inside) / behind
     assert ledger.growth_estimate() == 1.0, "too few tokens: nothing is known yet"
     assert ledger.growth_of(1, 100) == pytest.approx(50 * expected) and expected < 0.8
+
+
+@pytest.mark.parametrize("length", [200, 60])
+def test_what_is_certain_to_come_is_reserved_without_what_pressure_gives_back(length: int) -> None:
+    """A request that is compressed under pressure at its end holds as much as was reserved for it."""
+    session, ledger = session_of(diffkv_policy(1e9, 0.0, window=96, pressure_window=8))
+    session.extend({1: length, 2: 700}, check=False)
+    for row in (1, 2):
+        session.end_prompt(row)
+    session.step([1, 2], check=False)
+    session.manager.counts.settle()
+    more, before, page = 220, taken(session, 1), session.manager.fmt.high.tokens
+    usual, certain = (ledger.growth_of(1, more, known) for known in (False, True))
+    assert ledger.growth(length + 1, more, certain=True) == pytest.approx(certain, rel=0.1)
+    assert certain == pytest.approx(ledger.growth_of_all([Expected(1, more, certain=True)]))
+    price = ledger.growth_estimate()
+    assert usual - certain == pytest.approx((96 - 8) * (1 - price), abs=0.1 * more)
+    assert ledger.growth_of(1, 10, certain=True) == 0.0 if length == 200 else ledger.growth_of(1, 10) > 0
+    for _ in range(more):
+        session.step([1, 2], check=False)
+    session.manager.counts.settle()
+    assert abs(taken(session, 1) - before - usual) <= page + 0.1 * more
+    assert session.manager.pressure is not None and session.manager.pressure.relieve([1]) == [1]
+    session.manager.counts.settle()
+    assert abs(taken(session, 1) - before - certain) <= 2 * page + 0.1 * more
+
+
+def test_a_window_of_its_own_is_not_given_back() -> None:
+    """Pressure leaves it, so all that comes is reserved."""
+    policy = diffkv_policy(1e9, 0.0, window=96, pressure_window=8)
+    session, ledger = session_of(policy, rows=4, most_window=96)
+    session.manager.windows.keep(1, 40)
+    session.extend({1: 300, 2: 700}, check=False)
+    for row in (1, 2):
+        session.end_prompt(row)
+    session.manager.counts.settle()
+    for row, given in ((1, False), (2, True)):
+        certain, usual = Expected(row, 200, certain=True), Expected(row, 200)
+        assert bool(ledger.growth_of(*certain) < ledger.growth_of(*usual)) == given
+        assert bool(ledger.growth_of_all([certain]) < ledger.growth_of_all([usual])) == given
 
 
 RULES: dict[str, tuple[Policy, tuple[str, ...], dict[str, object]]] = {
@@ -138,8 +185,9 @@ def test_what_all_take_is_what_each_takes_whatever_they_are(name: str, seed: int
         manager.pressure.relieve(past)
     if drawn.random() < 0.5:
         manager.counts.settle()
-    wanted = [(row, drawn.choice((0.0, 0.5, 7.0, 90.0))) for row in (*lengths, 8, 9, None)]
+    tokens = lambda: drawn.choice((0.0, 0.5, 7.0, 90.0))  # noqa: E731
+    wanted = [Expected(row, tokens(), drawn.random() < 0.5) for row in (*lengths, 8, 9, None)]
     for expected in (wanted, wanted[:1], wanted[-3:], []):
-        found, each = ledger.growth_of_all(expected), [ledger.growth_of(row, more) for row, more in expected]
+        found, each = ledger.growth_of_all(expected), [ledger.growth_of(*x) for x in expected]
         assert found == pytest.approx(sum(each))
-        assert all(0 <= x <= more for x, (_, more) in zip(each, expected, strict=True))
+        assert all(0 <= found <= x.tokens for found, x in zip(each, expected, strict=True))

@@ -41,12 +41,12 @@ class AdmissionRule:
         row = compat.row_of(req)
         if row is None and compat.grows_whole(req):
             return self.ledger.whole_growth(0, tokens)
-        return self.ledger.growth_of(row, tokens)
+        return self.ledger.growth_of(row, tokens, compat.reply_is_certain(req))
 
     def check(self, req: Any, needed: int, others: Sequence[Any], ratio: float) -> tuple[compat.Growth, bool]:
         """What a request's generated tokens take beside those of ``others``, which run or are admitted, and whether
         there is room for it. Its prompt computes ``needed`` tokens."""
-        return self.ledger.whole_growth if compat.grows_whole(req) else self.ledger.growth, True
+        return compat.growth_of(req, self.ledger), True
 
     def refuse(self, req: Any, needed: int) -> None:
         """The request waits for room; its prompt computes ``needed`` tokens."""

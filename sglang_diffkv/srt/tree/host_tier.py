@@ -45,6 +45,7 @@ from sglang.srt.mem_cache.base_prefix_cache import InsertParams, MatchPrefixPara
 
 from sglang_diffkv.layout.geometry import Path, Segment
 from sglang_diffkv.layout.spans import served_end
+from sglang_diffkv.mem_pool.expected import Expected
 from sglang_diffkv.mem_pool.saved_rows import Needed
 from sglang_diffkv.mem_pool.saved_segments import SavedSegment, SavedSegments
 from sglang_diffkv.mem_pool.saved_slots import SavedSlots, SlotStore
@@ -126,7 +127,7 @@ class HostTier(PrefixSource):
         self.manager, self.ledger, self.host = tree.manager, tree.ledger, saved.host
         self.ranks = self.manager.ranks
         self.index = HostIndex(saved.drop, tree.page_size, self._drop_state)
-        self.expected: Callable[[], Iterable[tuple[int | None, float]]] = lambda: ()
+        self.expected: Callable[[], Iterable[Expected]] = lambda: ()
         self.old_weights = OldWeights(self.manager, "evicted prefixes do not go to host memory")
         self.counts = dict.fromkeys(COUNTS, 0)
         self._unwritten: dict[Any, None] = {}  # nodes whose segments are to be copied, in order
@@ -167,7 +168,7 @@ class HostTier(PrefixSource):
         """They were admitted."""
         self.disk.prefill_begins(reqs)
 
-    def expect(self, tokens: Callable[[], Iterable[tuple[int | None, float]]]) -> None:
+    def expect(self, tokens: Callable[[], Iterable[Expected]]) -> None:
         self.expected = tokens
 
     def tell_events(self, store: Callable[..., None], remove: Callable[..., None]) -> None:
@@ -573,8 +574,7 @@ class HostTier(PrefixSource):
             return True
         geometry = self.manager.geometry
         wanted = pages * geometry.fmt.high.tokens / geometry.heads + compat.prompt_len(req) - end + 1
-        growth_of = self.ledger.whole_growth if compat.grows_whole(req) else self.ledger.growth
-        wanted += compat.tokens_to_grow(req, growth_of)
+        wanted += compat.tokens_to_grow(req, compat.growth_of(req, self.ledger))
         growth = self.ledger.growth_of_all(self.expected())
         return self.ledger.available() + self.ledger.evictable() - growth >= wanted
 

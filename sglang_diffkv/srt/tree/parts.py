@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from sglang_diffkv.mem_pool.expected import Expected
 from sglang_diffkv.srt.tree.events import RequestListener
 
 MOST_PARTS = 64
@@ -154,8 +155,8 @@ class PrefixSource(RequestListener):
     A match asks all sources, in the order of ``Parts.sources``. The first that brings something back answers.
     """
 
-    def expect(self, tokens: Callable[[], Iterable[tuple[int | None, float]]]) -> None:
-        """``tokens`` tells from now on the row of each running request, and what it is expected to generate yet."""
+    def expect(self, tokens: Callable[[], Iterable[Expected]]) -> None:
+        """``tokens`` tells from now on what running requests are expected to generate yet."""
 
     def tell_events(self, store: Callable[..., None], remove: Callable[..., None]) -> None:
         """``store``, ``remove``: SGLang's ways to record that a node has come to a medium, or gone from it."""

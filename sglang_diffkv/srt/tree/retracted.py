@@ -32,6 +32,7 @@ from sglang.srt.mem_cache.base_prefix_cache import InsertParams, MatchPrefixPara
 
 from sglang_diffkv.config import UNTRIED_ENV, DiffKVConfig
 from sglang_diffkv.layout.ranks import OtherRankError
+from sglang_diffkv.mem_pool.expected import Expected
 from sglang_diffkv.mem_pool.saved_rows import Needed, SavedRow, SavedRows
 from sglang_diffkv.mem_pool.saved_slots import SavedSlots, SlotStore
 from sglang_diffkv.srt.models.speculation import algorithm_of
@@ -156,7 +157,7 @@ class Retracted(Restoring):
         self.tree, self.saved, self.alone, self.slots = tree, saved, alone, slots
         self.by_token, self.states = by_token, slots is not None and not by_token
         self.manager, self.ledger = tree.manager, tree.ledger
-        self.expected: Callable[[], Iterable[tuple[int | None, float]]] = lambda: ()
+        self.expected: Callable[[], Iterable[Expected]] = lambda: ()
         self.kept: dict[Any, Kept] = {}
         self.places: dict[int, Place] = {}
         self.old_weights = OldWeights(self.manager, "retracted requests are computed again")
@@ -168,7 +169,7 @@ class Retracted(Restoring):
         """What is kept of a request."""
         return self.kept.get(req)
 
-    def expect(self, tokens: Callable[[], Iterable[tuple[int | None, float]]]) -> None:
+    def expect(self, tokens: Callable[[], Iterable[Expected]]) -> None:
         self.expected = tokens
 
     # Retraction
@@ -379,8 +380,7 @@ class Retracted(Restoring):
         expected to generate."""
         geometry = self.manager.geometry
         restored = pages * geometry.fmt.high.tokens / geometry.heads
-        growth = self.ledger.whole_growth if compat.grows_whole(kept.req) else self.ledger.growth
-        return restored + compat.tokens_to_grow(kept.req, growth) + 2
+        return restored + compat.tokens_to_grow(kept.req, compat.growth_of(kept.req, self.ledger)) + 2
 
     def _expected_to_fit(self, kept: Kept, pages: int) -> bool:
         """Whether the request would be admitted once so many pages of it are restored."""

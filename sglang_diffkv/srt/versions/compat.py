@@ -11,18 +11,22 @@ import math
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from functools import cache
+from functools import cache, partial
 from importlib.metadata import version
 from numbers import Integral
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from sglang_diffkv.config import UNTRIED_ENV
 from sglang_diffkv.errors import UnsupportedError
 from sglang_diffkv.layout.ranks import Ranks
+from sglang_diffkv.mem_pool.expected import Expected
 from sglang_diffkv.plan import CONTEXT_SLACK as CONTEXT_SLACK
 from sglang_diffkv.releases import GPU_VERSIONS, RELEASES, TESTED_VERSIONS, Release
+
+if TYPE_CHECKING:
+    from sglang_diffkv.mem_pool.ledger import PageLedger
 
 
 @cache
@@ -397,14 +401,25 @@ def most_left(req: Any) -> int:
     return int(min(req.sampling_params.max_new_tokens - len(req.output_ids), _most_expected()))
 
 
-def expected_tokens(scheduler: Any, running: Any = None) -> Iterator[tuple[int | None, float]]:
-    """Row of each running request, and the tokens that SGLang expects it to generate yet, as its admission does.
-    ``running``: SGLang's running batch, where it is not the scheduler's yet."""
+def expected_tokens(scheduler: Any, running: Any = None) -> Iterator[Expected]:
+    """What SGLang expects running requests to generate yet, as its admission does. ``running``: SGLang's running batch,
+    where it is not the scheduler's yet."""
     ratio = expected_ratio(scheduler)
     for req in (running or scheduler.running_batch).reqs:
-        rest = most_left(req)
-        whole = installed().whole_replies and req.sampling_params.ignore_eos
-        yield row_of(req), rest * (1.0 if whole else ratio)
+        certain = reply_is_certain(req)
+        yield Expected(row_of(req), most_left(req) * (1.0 if certain else ratio), certain)
+
+
+def reply_is_certain(req: Any) -> bool:
+    """Whether SGLang reserves the request's whole reply, whose end is ignored, as long as it runs."""
+    return bool(installed().whole_replies and req.sampling_params.ignore_eos)
+
+
+def growth_of(req: Any, ledger: PageLedger) -> Growth:
+    """What the request's generated tokens are expected to take, before it has a row."""
+    if grows_whole(req):
+        return ledger.whole_growth
+    return partial(ledger.growth, certain=reply_is_certain(req) and own_window(req) is None)
 
 
 def resolved(server_args: Any) -> Any:
