@@ -50,6 +50,7 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
         "--geometry", choices=PRESETS, default="llama3-8b", help="with dummy weights (default: %(default)s)"
     )
     model.add_argument("--model", type=Path, help="the folder of a model to serve instead")
+    parser.add_argument("--context", type=int, help="positions of --geometry, instead of its own")
     parser.add_argument("--dummy-weights", action="store_true", help="random weights for --model too")
     parser.add_argument(
         "--kv-gib",
@@ -136,7 +137,9 @@ def model_name(args: argparse.Namespace) -> str:
 def prepare(args: argparse.Namespace, folder: Path, log_interval: int) -> Setup:
     """The model's folder and what all servers share; shape and bytes are of a rank. Raises ValueError for an unusable
     model."""
-    model = args.model.resolve() if args.model else write_model(folder / args.geometry, PRESETS[args.geometry])
+    preset = PRESETS[args.geometry]
+    preset = replace(preset, context=args.context) if args.context else preset
+    model = args.model.resolve() if args.model else write_model(folder / args.geometry, preset)
     logs = args.output / "logs"
     logs.mkdir(parents=True, exist_ok=True)
     dummy = args.dummy_weights or not args.model
