@@ -127,7 +127,8 @@ class PageLedger:
         layouts = manager.fmt.layouts
         self._least_price = 0.0 if manager.policy.prunes else layouts[0].tokens / max(x.tokens for x in layouts)
         self._part_filled = len(layouts) * manager.fmt.high.tokens / 2
-        """What the part-filled page of each tier lacks on average, in high-tier tokens."""
+        """What the part-filled page of each tier lacks on average, in high-tier tokens. A row has two of each where it
+        may not write the pages of its first tokens."""
         self._given_back = 0.0
         """Tokens of a window that go down under pressure. What is certain to come is reserved without what that saves,
         since it makes up for what takes more than was reserved. Replies whose length is guessed may need that."""
@@ -225,9 +226,10 @@ class PageLedger:
 
     def _taken(self, rows: Sequence[int]) -> np.ndarray:
         """High-tier tokens that the pages of rows stand for ([n]), as they were counted last, but for those that
-        part-filled pages lack: a request has as many of these pages however long it is."""
+        part-filled pages lack: a request has as many of these pages however much it grows."""
         manager = self.manager
-        return manager.counts.pages[rows] * manager.fmt.high.tokens / manager.geometry.heads - self._part_filled
+        lacking = np.array([self._part_filled * (2 if manager.rows.closed(row) else 1) for row in rows])
+        return manager.counts.pages[rows] * manager.fmt.high.tokens / manager.geometry.heads - lacking
 
     def _windows(self, rows: Sequence[int]) -> np.ndarray:
         """The windows of rows, [n], or [1] where all have the same one."""
@@ -251,7 +253,7 @@ class PageLedger:
         """Tokens that rows take whole yet ([n]). What leaves a window meanwhile cannot go down: segments hold it, it is
         frozen, or it went down under pressure."""
         known = [self.manager.rows.of(row) if row in self.manager.rows else RequestRow() for row in rows]
-        begun = np.maximum([max(x.shared, x.frozen or 0) for x in known], self._pressed(rows))
+        begun = np.maximum([x.closed for x in known], self._pressed(rows))
         return np.maximum(self._windows(rows) - (np.array([x.length for x in known]) - begun), 0)
 
     def _parts(self, length: np.ndarray, inside: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -332,9 +334,10 @@ class PageLedger:
         if any(manager.geometry.attention_spans):
             inside, held = self._within_spans(inside), self._within_spans(held)
         if held - inside >= ROW_ESTIMATE_TOKENS and not known.in_prompt and (pages := int(manager.counts.pages[row])):
-            taken = pages * manager.fmt.high.tokens / manager.geometry.heads - self._part_filled
+            lacking = self._part_filled * (2 if known.closed else 1)
+            taken = pages * manager.fmt.high.tokens / manager.geometry.heads - lacking
             price = min(GROWTH_MARGIN * max((taken - inside) / (held - inside), self._least_price), 1.0)
-        filling = max(window - (known.length - max(known.shared, known.frozen or 0, pressed)), 0)
+        filling = max(window - (known.length - max(known.closed, pressed)), 0)
         return self._grown(known.length, more, filling, price, certain=certain and row not in manager.windows)
 
     def room_for_refused(self, expected: Iterable[Expected]) -> bool:

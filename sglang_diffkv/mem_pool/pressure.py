@@ -55,7 +55,7 @@ class Pressure:
             return False
         if row not in self.rows or self.rows.in_prompt(row) or row in self.counts.faulted:
             return False
-        begun = max(self.rows.shared(row), self.rows.frozen(row) or 0, self._done_at.get(row, 0))
+        begun = max(self.rows.closed(row), self._done_at.get(row, 0))
         return self.rows.length(row) - begun >= self.rule.window + self.least_growth
 
     def begun(self, row: int) -> int:

@@ -27,6 +27,11 @@ class RequestRow:
     as_computed: bool = False
     hollow: bool = False
 
+    @property
+    def closed(self) -> int:
+        """Of its tokens, the first that lie in pages which it may not write any more."""
+        return max(self.shared, self.frozen or 0)
+
 
 class RequestRows:
     """The rows that hold something, in the order in which they began to; their numbers are SGLang's."""
@@ -55,6 +60,10 @@ class RequestRows:
     def shared(self, row: int) -> int:
         """Tokens that segments hold for a row."""
         return self._rows[row].shared if row in self._rows else 0
+
+    def closed(self, row: int) -> int:
+        """Tokens of a row in pages that it may not write any more."""
+        return self._rows[row].closed if row in self._rows else 0
 
     def frozen(self, row: int) -> int | None:
         """Where a row was frozen last; None if it was not."""

@@ -110,6 +110,24 @@ def test_tokens_that_sliding_layers_hold_are_those_that_tell() -> None:
     assert ledger.growth_of(1, 100) == pytest.approx(50 * expected) and expected < 0.8
 
 
+def test_part_filled_pages_do_not_grow() -> None:
+    """A row has one of each tier, and two where the first tokens' pages are closed to it."""
+    session, ledger = session_of(diffkv_policy(1e9, 0.0, window=96))
+    session.extend({1: 700, 2: 700}, check=False)
+    for row in (1, 2):
+        session.end_prompt(row)
+    manager, page = session.manager, session.manager.fmt.high.tokens
+    manager.counts.settle()
+    manager.rows.share(2, 500)
+    manager.counts.pages[[1, 2]] += 4 * manager.geometry.heads
+    alone, behind = (taken(session, row) + (4 - parts) * page - 96 for row, parts in ((1, 1), (2, 2)))
+    assert ledger.growth_estimate() == pytest.approx(GROWTH_MARGIN * (alone + behind) / (2 * 604))
+    for row, found in ((1, alone), (2, behind)):
+        expected = Expected(row, 100.0)
+        assert ledger.growth_of(*expected) == pytest.approx(100 * GROWTH_MARGIN * found / 604)
+        assert ledger.growth_of_all([expected]) == pytest.approx(ledger.growth_of(*expected))
+
+
 @pytest.mark.parametrize("length", [200, 60])
 def test_what_is_certain_to_come_is_reserved_without_what_pressure_gives_back(length: int) -> None:
     """A request that is compressed under pressure at its end holds as much as was reserved for it."""
