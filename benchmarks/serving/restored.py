@@ -36,6 +36,7 @@ from benchmarks.serving.agents import drawn
 from benchmarks.serving.cli import model_name
 from benchmarks.serving.client import BenchmarkError, warm_up
 from benchmarks.serving.each_backend import add_arguments, measure_each, parse
+from benchmarks.serving.first_tokens import PAUSE
 from benchmarks.serving.session import OK, Record, Setup
 from sglang_diffkv.evaluate.report import markdown
 from sglang_diffkv.evaluate.server import Server
@@ -97,8 +98,13 @@ class Prefixes:
         raise BenchmarkError("the GPU still has a prompt after many others")
 
     def times(self, prompts: Sequence[Sequence[int]], place: str, added: int = 0) -> list[float]:
-        """Milliseconds to the first token of each, which has to be found at ``place``; behind so many new tokens."""
-        found = [ask(self.server.url, [*prompt, *(self.draw()[:added] if added else ())]) for prompt in prompts]
+        """Milliseconds to the first token of each, which has to be found at ``place``; behind so many new tokens. A
+        pause comes before each, so that what ends a request is not measured with the next."""
+        found: list[Asked] = []
+        for prompt in prompts:
+            whole = [*prompt, *(self.draw()[:added] if added else ())]
+            time.sleep(PAUSE)
+            found.append(ask(self.server.url, whole))
         for asked, prompt in zip(found, prompts, strict=True):
             if not asked.of(place, len(prompt)):
                 raise BenchmarkError(f"a prompt of {len(prompt)} tokens was found {asked.found}, not {place}")

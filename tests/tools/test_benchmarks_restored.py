@@ -77,6 +77,18 @@ def test_others_push_a_prompt_out(draw, monkeypatch):
         prefixes.times(prompts, COMPUTED)
 
 
+def test_what_ends_a_request_is_not_measured_with_the_next(draw, monkeypatch):
+    """New tokens are drawn before the pause, too."""
+    server, seen = play(monkeypatch, Played(20)), []
+    monkeypatch.setattr(restored, "ask", lambda *args: (seen.append("ask"), server.ask(*args))[1])
+    monkeypatch.setattr(restored.time, "sleep", lambda seconds: seen.append("pause"))
+    prefixes = Prefixes(server, lambda: (seen.append("draw"), draw())[1])
+    prompt = draw()
+    prefixes.times([prompt], COMPUTED)
+    prefixes.times([prompt] * 2, DEVICE, 3)
+    assert seen == ["pause", "ask", *["draw", "pause", "ask"] * 2]
+
+
 @pytest.mark.parametrize("server", [Played(1000), Played(2, keeps=False)], ids=["it holds all", "none is kept"])
 def test_a_prompt_that_does_not_come_back_is_an_error(server, draw, monkeypatch):
     prefixes = Prefixes(play(monkeypatch, server), draw)
