@@ -299,14 +299,15 @@ class PageLedger:
             return grown
         return max(grown - max(self._given_back - (filling - full), 0.0) * (1 - price), 0.0)
 
-    def growth(self, length: int, more: int, *, certain: bool = False) -> float:
+    def growth(self, length: int, more: int, *, closed: int = 0, certain: bool = False) -> float:
         """High-tier tokens that ``more`` generated ones are expected to take behind ``length``, by the growth
-        estimate: up to its budget where a request holds one, and in sliding layers up to their windows. ``certain``:
-        as of ``Expected``."""
+        estimate: up to its budget where a request holds one, and in sliding layers up to their windows. ``closed``: of
+        the length, the first tokens that a prefix holds already. ``certain``: as of ``Expected``."""
         running, price = self.manager.running, self.growth_estimate()
         if running is not None:
             return running.growing(length, more) * price
-        return self._grown(length, more, max(self._window_of(None) - length, 0), price, certain=certain)
+        filling = max(self._window_of(None) - (length - closed), 0)
+        return self._grown(length, more, filling, price, certain=certain)
 
     def whole_growth(self, length: int, more: float) -> float:
         """The same of a request that keeps all tokens in the high tier."""

@@ -437,7 +437,7 @@ def test_what_they_are_expected_to_take() -> None:
     high.diffkv_keeps_high = high.diffkv_grows_whole = True
     for req in (high, plain):
         req.kv = SimpleNamespace(req_pool_idx=None)
-        req.req_pool_idx = None
+        req.req_pool_idx, req.prefix_indices, req.prefix_len = None, [], 0
     assert rule.taken_by(high, 100, None) == 100 and rule.taken_by(plain, 100, None) == 50
     growth, fits = rule.check(high, 10, [], 1.0)
     assert fits and growth(10, 100) == 100

@@ -22,6 +22,7 @@ from sglang_diffkv.layout.geometry import Segment
 from sglang_diffkv.layout.page_format import Tier
 from sglang_diffkv.layout.ranks import Ranks
 from sglang_diffkv.mem_pool import host_pages, pinning, saved_segments
+from sglang_diffkv.mem_pool.expected import Expected
 from sglang_diffkv.mem_pool.page_manager import PageManager
 from sglang_diffkv.mem_pool.saved_rows import Needed
 from sglang_diffkv.mem_pool.saved_segments import SavedSegment
@@ -351,7 +352,7 @@ def test_without_room_it_is_computed(world: World) -> None:
     evict_all(world)
     others = [world.prompt(world.tokens(100)) for _ in range(2)]
     host, req = host_of(world), asking(tokens, 250)
-    host.expect(lambda: [(x.kv.req_pool_idx, 60.0) for x in others])
+    host.expect(lambda: [Expected(x.kv.req_pool_idx, 60.0) for x in others])
     held = len(world.manager.segments.cached)
     assert admitted(world, tokens, req) == admitted(world, tokens, req) == 0
     assert host.counts["no_room"] == 1 and len(world.manager.segments.cached) == held

@@ -17,6 +17,7 @@ from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang_diffkv.config import load_config
 from sglang_diffkv.layout.page_format import Tier
 from sglang_diffkv.layout.ranks import Ranks
+from sglang_diffkv.mem_pool.expected import Expected
 from sglang_diffkv.mem_pool.saved_rows import Needed
 from sglang_diffkv.policies.uniform import UniformPolicy
 from sglang_diffkv.srt.hooks.table import HOOKS
@@ -332,7 +333,7 @@ def test_it_waits_for_room_while_others_run(world: World) -> None:
     world.tree.make_pages(world.manager.geometry.num_pages, partly=True)
     others = [world.prompt(world.tokens(100)) for _ in range(2)]
     retracted, ledger = retracted_of(world), world.requests.ledger
-    retracted.expect(lambda: [(x.kv.req_pool_idx, 60.0) for x in others])
+    retracted.expect(lambda: [Expected(x.kv.req_pool_idx, 60.0) for x in others])
     assert readmit(world, req) == 0
     assert world.requests.waits_to_be_restored(req) and ledger.refused is not None and ledger.waited == 1
     assert retracted.of(req) is not None
@@ -355,7 +356,7 @@ def test_it_waits_for_room_for_what_the_tree_has_lost() -> None:
     req.sampling_params.max_new_tokens = len(req.output_ids) + 4
     retract(world, req)
     retracted, ledger = retracted_of(world), world.requests.ledger
-    retracted.expect(lambda: [(first.kv.req_pool_idx, 400.0)])
+    retracted.expect(lambda: [Expected(first.kv.req_pool_idx, 400.0)])
     assert readmit(world, req) == 120 and world.requests.waits_to_be_restored(req)
     retracted.expect(lambda: [])
     assert ledger.room_for_refused([]), "it would not be asked again while the other runs"

@@ -46,7 +46,7 @@ class AdmissionRule:
     def check(self, req: Any, needed: int, others: Sequence[Any], ratio: float) -> tuple[compat.Growth, bool]:
         """What a request's generated tokens take beside those of ``others``, which run or are admitted, and whether
         there is room for it. Its prompt computes ``needed`` tokens."""
-        return compat.growth_of(req, self.ledger), True
+        return compat.growth_of(req, self.ledger, compat.prefix_len(req)), True
 
     def refuse(self, req: Any, needed: int) -> None:
         """The request waits for room; its prompt computes ``needed`` tokens."""

@@ -574,7 +574,7 @@ class HostTier(PrefixSource):
             return True
         geometry = self.manager.geometry
         wanted = pages * geometry.fmt.high.tokens / geometry.heads + compat.prompt_len(req) - end + 1
-        wanted += compat.tokens_to_grow(req, compat.growth_of(req, self.ledger))
+        wanted += compat.tokens_to_grow(req, compat.growth_of(req, self.ledger, end))
         growth = self.ledger.growth_of_all(self.expected())
         return self.ledger.available() + self.ledger.evictable() - growth >= wanted
 

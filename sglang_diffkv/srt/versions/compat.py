@@ -415,11 +415,13 @@ def reply_is_certain(req: Any) -> bool:
     return bool(installed().whole_replies and req.sampling_params.ignore_eos)
 
 
-def growth_of(req: Any, ledger: PageLedger) -> Growth:
-    """What the request's generated tokens are expected to take, before it has a row."""
+def growth_of(req: Any, ledger: PageLedger, closed: int = 0) -> Growth:
+    """What the request's generated tokens are expected to take, before it has a row. ``closed``: tokens that a prefix
+    holds for it."""
     if grows_whole(req):
         return ledger.whole_growth
-    return partial(ledger.growth, certain=reply_is_certain(req) and own_window(req) is None)
+    certain = reply_is_certain(req) and own_window(req) is None
+    return partial(ledger.growth, closed=closed, certain=certain)
 
 
 def resolved(server_args: Any) -> Any:
