@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from sglang.srt.managers.schedule_policy import AddReqResult
 
+from sglang_diffkv.srt.scheduling.admission import add_one_req
 from sglang_diffkv.srt.scheduling.lifecycle import BatchRefused
 from tests.tree.stand_in import Match, StandIn, take_row
 from tests.tree.tree_world import World
@@ -186,3 +190,24 @@ def test_whatever_may_have_to_be_evicted_is_looked_at_with_its_path_locked(
     assert world.requests.check_spare(req, chunk, []) is None
     assert ledger.refused == refused, "nobody has looked at the request yet"
     assert take_row(world.pool) is not None
+
+
+def test_a_path_stays_while_others_are_evicted_for_its_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    world, prompts = world_of(2)
+    req = asks(world, [*prompts[0], *world.tokens(20)])
+    world.tree.dec_lock_ref(req.last_node)  # as a request that waits
+    world.requests.ledger.set_aside("other", 0, len(world.manager.space.free_blocks))
+
+    @contextmanager
+    def locked(node: Any) -> Iterator[None]:
+        world.tree.inc_lock_ref(node)
+        yield
+        world.tree.dec_lock_ref(node)
+
+    adder = SimpleNamespace(
+        token_to_kv_pool_allocator=world.allocator, tree_cache=world.tree, can_run_list=[], new_token_ratio=1.0,
+        running_batch=SimpleNamespace(reqs=[]), new_chunked_req=None, rem_chunk_tokens=10**6, _lock_node=locked,
+    )  # fmt: skip
+    monkeypatch.setattr(world.requests, "turn_away", lambda *_: False)
+    add_one_req(lambda *_: AddReqResult.NO_TOKEN, adder, req)
+    assert [len(Match(world.tree, array("q", tokens))) for tokens in prompts] == [39, 0]
