@@ -40,7 +40,7 @@ PARTS = ("before", "read", "beside")
 WAIT = 0.005
 """Seconds between two looks at what has come."""
 ROOM = 64
-"""Tokens of the long reply more than are watched."""
+"""Extra tokens asked of the long reply, beyond those that are watched."""
 PATIENCE = 300.0
 """Seconds after which what does not come is an error."""
 

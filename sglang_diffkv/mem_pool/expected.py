@@ -6,8 +6,8 @@ from typing import NamedTuple
 
 
 class Expected(NamedTuple):
-    """``tokens`` that the request of a ``row`` may generate yet; no row before it has one. ``certain``: SGLang reserves
-    its whole reply, and does not guess where it ends."""
+    """``tokens`` that the request of a ``row`` may generate yet. ``row`` is None until it has one. ``certain``: SGLang
+    reserves its whole reply, and does not guess where it ends."""
 
     row: int | None
     tokens: float

@@ -127,11 +127,11 @@ class PageLedger:
         layouts = manager.fmt.layouts
         self._least_price = 0.0 if manager.policy.prunes else layouts[0].tokens / max(x.tokens for x in layouts)
         self._part_filled = len(layouts) * manager.fmt.high.tokens / 2
-        """What the part-filled page of each tier lacks on average, in high-tier tokens. A row has two of each where it
-        may not write the pages of its first tokens."""
+        """What the part-filled page of each tier lacks on average, in high-tier tokens. A row whose first pages are
+        shared or frozen has two of each."""
         self._given_back = 0.0
-        """Tokens of a window that go down under pressure. What is certain to come is reserved without what that saves,
-        since it makes up for what takes more than was reserved. Replies whose length is guessed may need that."""
+        """Tokens of a window that compression under pressure sends down. They are left out of what is reserved for a
+        reply of known length. For a guessed length they stay in, as a margin for replies that grow longer."""
         if manager.pressure is not None:
             self._given_back = self._within_spans(manager.policy.window - manager.pressure.rule.window)
         self.refused: float | None = None
@@ -225,8 +225,8 @@ class PageLedger:
         return self._estimate
 
     def _taken(self, rows: Sequence[int]) -> np.ndarray:
-        """High-tier tokens that the pages of rows stand for ([n]), as they were counted last, but for those that
-        part-filled pages lack: a request has as many of these pages however much it grows."""
+        """High-tier tokens that the pages of rows stand for ([n]), as they were counted last, less the unused slots of
+        part-filled pages: a request has as many of these however long it grows."""
         manager = self.manager
         lacking = np.array([self._part_filled * (2 if manager.rows.closed(row) else 1) for row in rows])
         return manager.counts.pages[rows] * manager.fmt.high.tokens / manager.geometry.heads - lacking
@@ -288,14 +288,22 @@ class PageLedger:
         """Of a sequence of ``length`` tokens, those that layers hold on average as far as they see."""
         return length * kept_in_layers(self.manager.geometry.attention_spans, length) if length else 0.0
 
-    def _grown(self, length: float, more: float, filling: float, price: float, *, certain: bool) -> float:
+    def _gives_back(self, row: int | None, length: float) -> bool:
+        """Whether a row of so many tokens is compressed under pressure; None: one that holds nothing yet. Rows with a
+        window of their own are not, nor those that have grown too little."""
+        pressure = self.manager.pressure
+        if pressure is None or (row is not None and row in self.manager.windows):
+            return False
+        return length >= pressure.next_at(row)
+
+    def _grown(self, length: float, more: float, filling: float, price: float, *, given_back: bool) -> float:
         """High-tier tokens that ``more`` tokens behind ``length`` take: whole until the window is full, by so many
-        (``filling``), and then at the price of those that leave it. If they are ``certain`` to come, without what is
-        given back of the window under pressure."""
+        (``filling``), and then at the price of those that leave it. ``given_back``: without what is given back of the
+        window under pressure."""
         full = min(filling, more)
         before, filled = self._within_spans(length), self._within_spans(length + full)
         grown = filled - before + (self._within_spans(length + more) - filled) * price
-        if not certain:
+        if not given_back:
             return grown
         return max(grown - max(self._given_back - (filling - full), 0.0) * (1 - price), 0.0)
 
@@ -307,7 +315,8 @@ class PageLedger:
         if running is not None:
             return running.growing(length, more) * price
         filling = max(self._window_of(None) - (length - closed), 0)
-        return self._grown(length, more, filling, price, certain=certain)
+        given = certain and self._gives_back(None, length + more - closed)
+        return self._grown(length, more, filling, price, given_back=given)
 
     def whole_growth(self, length: int, more: float) -> float:
         """The same of a request that keeps all tokens in the high tier."""
@@ -339,7 +348,8 @@ class PageLedger:
             taken = pages * manager.fmt.high.tokens / manager.geometry.heads - lacking
             price = min(GROWTH_MARGIN * max((taken - inside) / (held - inside), self._least_price), 1.0)
         filling = max(window - (known.length - max(known.closed, pressed)), 0)
-        return self._grown(known.length, more, filling, price, certain=certain and row not in manager.windows)
+        given = certain and self._gives_back(row, known.length + more)
+        return self._grown(known.length, more, filling, price, given_back=given)
 
     def room_for_refused(self, expected: Iterable[Expected]) -> bool:
         """Whether the last refused request would fit beside what running requests may generate yet. These make room by
@@ -366,9 +376,10 @@ class PageLedger:
         filling = self._filling(rows)
         full = np.minimum(filling, more)
         grown = full + (more - full) * price
-        certain = np.array([x.certain and row not in manager.windows for x, row in zip(alike, rows, strict=True)])
+        ends = zip(alike, rows, (length + more).tolist(), strict=True)
+        gives = np.array([x.certain and self._gives_back(row, end) for x, row, end in ends])
         given_back = np.maximum(self._given_back - (filling - full), 0) * (1 - price)
-        grown = np.where(certain, np.maximum(grown - given_back, 0), grown)
+        grown = np.where(gives, np.maximum(grown - given_back, 0), grown)
         others = sum(x.tokens for x in wanted) - more.sum()  # of requests that hold nothing yet
         return float(grown.sum() + others * usual)
 

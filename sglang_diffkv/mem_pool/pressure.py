@@ -55,8 +55,12 @@ class Pressure:
             return False
         if row not in self.rows or self.rows.in_prompt(row) or row in self.counts.faulted:
             return False
-        begun = max(self.rows.closed(row), self._done_at.get(row, 0))
-        return self.rows.length(row) - begun >= self.rule.window + self.least_growth
+        return self.rows.length(row) >= self.next_at(row)
+
+    def next_at(self, row: int | None) -> int:
+        """Length from which on a row is compressed so the next time; None: one that holds nothing yet."""
+        begun = 0 if row is None else max(self.rows.closed(row), self._done_at.get(row, 0))
+        return begun + self.rule.window + self.least_growth
 
     def begun(self, row: int) -> int:
         """Position from which on a row's window was not compressed so; 0 where none of it was."""

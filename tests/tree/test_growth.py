@@ -154,6 +154,31 @@ def test_what_is_certain_to_come_is_reserved_without_what_pressure_gives_back(le
     assert abs(taken(session, 1) - before - certain) <= 2 * page + 0.1 * more
 
 
+def test_what_pressure_does_not_compress_is_reserved() -> None:
+    """A request that ends before it has grown enough for that, since it began or since it was compressed so."""
+    session, ledger = session_of(diffkv_policy(1e9, 0.0, window=96, pressure_window=8))
+    session.extend({1: 20, 2: 700}, check=False)
+    for row in (1, 2):
+        session.end_prompt(row)
+    session.step([1, 2], check=False)
+    session.manager.counts.settle()
+    pressure = session.manager.pressure
+    assert pressure is not None and ledger.growth_estimate() < 1
+    least = pressure.rule.window + pressure.least_growth
+
+    def given_back(row: int, more: int) -> list[bool]:
+        certain, usual = Expected(row, more, certain=True), Expected(row, more)
+        one = ledger.growth_of(*certain) < ledger.growth_of(*usual)
+        return [one, ledger.growth_of_all([certain]) < ledger.growth_of_all([usual])]
+
+    for more, given in ((least - 22, False), (least - 21, True)):
+        assert given_back(1, more) == [given] * 2
+        assert bool(ledger.growth(21, more, certain=True) < ledger.growth(21, more)) == given
+    assert pressure.relieve([2]) == [2]
+    session.manager.counts.settle()
+    assert given_back(2, least - 1) == [False] * 2 and given_back(2, least) == [True] * 2
+
+
 def test_a_window_of_its_own_is_not_given_back() -> None:
     """Pressure leaves it, so all that comes is reserved."""
     policy = diffkv_policy(1e9, 0.0, window=96, pressure_window=8)
