@@ -133,7 +133,8 @@ class PageLedger:
         """Tokens of a window that compression under pressure sends down. They are left out of what is reserved for a
         reply of known length. For a guessed length they stay in, as a margin for replies that grow longer."""
         if manager.pressure is not None:
-            self._given_back = self._within_spans(manager.policy.window - manager.pressure.rule.window)
+            before, after = manager.policy.window, manager.pressure.rule.window
+            self._given_back = self._within_spans(before) - self._within_spans(after)
         self.refused: float | None = None
         """Tokens that the last refused request needed, while it waits for them."""
 

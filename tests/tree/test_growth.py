@@ -154,6 +154,21 @@ def test_what_is_certain_to_come_is_reserved_without_what_pressure_gives_back(le
     assert abs(taken(session, 1) - before - certain) <= 2 * page + 0.1 * more
 
 
+def test_what_sliding_layers_have_dropped_of_a_window_is_not_given_back() -> None:
+    """One of two layers holds the newest tokens alone: of them, those in the smaller window stay."""
+    policy = diffkv_policy(1e9, 0.0, window=96, pressure_window=8)
+    session, ledger = session_of(policy, attention_spans=(0, 20))
+    session.extend({1: 400, 2: 900}, check=False, scores=False)
+    for row in (1, 2):
+        session.end_prompt(row)
+    session.manager.counts.settle()
+    ledger._estimate = 0.5
+    ledger._estimated_at = (session.manager.counts.tick, session.manager.counts.counted_step)
+    given_back = (96 - 8 + retained_tokens(20) - 8) / 2
+    usual, certain = (ledger.growth(400, 300, certain=known) for known in (False, True))
+    assert usual - certain == pytest.approx(given_back * 0.5)
+
+
 def test_what_pressure_does_not_compress_is_reserved() -> None:
     """A request that ends before it has grown enough for that, since it began or since it was compressed so."""
     session, ledger = session_of(diffkv_policy(1e9, 0.0, window=96, pressure_window=8))
