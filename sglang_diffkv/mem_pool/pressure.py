@@ -33,6 +33,11 @@ class Pressure:
         self.compressions, self.least_growth = 0, LEAST_GROWTH
         self._done_at: dict[int, int] = {}  # row -> its length when it was last compressed so
 
+    @property
+    def lent(self) -> int:
+        """Pages that a row borrows while it is compressed so."""
+        return lent_pages(self.device)
+
     def relieve(self, rows: Iterable[int]) -> list[int]:
         """Compress those of ``rows`` that have grown since they last were, some at a time: each borrows pages. Behind
         all that is launched; waits for the device. Returns those that were compressed: none while a pass is planned
@@ -70,7 +75,7 @@ class Pressure:
         """Rows for which there are certainly pages. No step is in flight once the counts are settled, so what steps may
         take can be lent. It is back, but for a page of a head at most, before the next one is asked for its room."""
         self.counts.settle()
-        return self.counts.free() // lent_pages(self.device)
+        return self.counts.free() // self.lent
 
     def _has_table_room(self, row: int) -> bool:
         """Make room in the page table for the tokens that may go down; False if there is none."""

@@ -154,7 +154,7 @@ class Scheduler:
             self.full = False
 
     def _make_room(self) -> None:
-        if self.pool.available() < len(self.running):
+        if self.pool.available() < len(self.running) or self.pool.lends_no_more():
             self.seen.relieved += self.pool.relieve(self.running)
         if self.pool.available() >= len(self.running):
             self.new_ratio = max(self.new_ratio - (FIRST_RATIO - LEAST_RATIO) / DECAY_STEPS, LEAST_RATIO)

@@ -55,6 +55,9 @@ class StockPool:
     def holds(self, req: Request) -> bool:
         return False
 
+    def lends_no_more(self) -> bool:
+        return False
+
     def relieve(self, reqs: list[Request]) -> int:
         return 0
 
@@ -165,6 +168,11 @@ class DiffKVServer:
         manager.launch_step()
         manager.ops.decode_step(torch.tensor(rows), torch.tensor(rows))
         manager.counts.report()
+
+    def lends_no_more(self) -> bool:
+        """Whether the next step may take the last pages that a compression borrows."""
+        pressure = self.manager.pressure
+        return pressure is not None and self.ledger.uncommitted_pages() < pressure.lent
 
     def relieve(self, reqs: list[Request]) -> int:
         """Compress what requests hold once more; how many of them."""

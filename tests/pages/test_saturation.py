@@ -122,3 +122,12 @@ def test_of_replies_that_are_reserved_whole_as_many_run_as_pressure_makes_room_f
         assert seen.steps >= 2 * reply - 2 and not seen.relieved, "some run behind all others"
     else:
         assert seen.steps <= 1.02 * reply and seen.relieved
+
+
+def test_few_requests_are_compressed_before_nothing_is_left_to_borrow() -> None:
+    """The pages of so few that a step takes are fewer than those that a compression borrows."""
+    server = DiffKVServer(
+        FMT, 8000, np.full(SHAPE, 0.05), rows=20, longest=1600, window=512, share_min_tokens=None, pressure_window=64
+    )
+    seen = Scheduler(server, [Request(1000, 500) for _ in range(16)], 20, chunk=512, certain=True).run()
+    assert seen.relieved and not seen.retracted

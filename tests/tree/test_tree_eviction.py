@@ -9,6 +9,8 @@ import pytest
 from sglang.srt.mem_cache import evict_policy
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 
+from sglang_diffkv.srt.hooks import table
+from tests.policies import diffkv_policy
 from tests.tree.stand_in import offer
 from tests.tree.tree_world import World
 
@@ -183,3 +185,26 @@ def test_sglang_counts_the_tokens_of_every_eviction() -> None:
         assert sum(counted) == kept - tree.evictable_tokens()
     assert make(1) and len(counted) == len(durations) and all(x > 0 for x in counted), "nothing was evicted"
     world.check()
+
+
+@pytest.mark.parametrize("cached", [False, True])
+def test_a_step_leaves_pages_for_a_compression_to_borrow(monkeypatch: pytest.MonkeyPatch, cached: bool) -> None:
+    """Prefixes go for them first. Then what runs is compressed, while it still can be."""
+    world = World(800, exact=False, policy=diffkv_policy(1.0, 0.0, 8, pressure_window=4))
+    if cached:
+        world.leave(world.prompt(world.tokens(40)), insert=False)
+    req, pressure, ledger = world.prompt(world.tokens(100)), world.manager.pressure, world.requests.ledger
+    for _ in range(80):
+        world.decode(req)
+    world.manager.counts.settle()
+    assert pressure is not None and bool(ledger.evictable_pages) == cached
+    monkeypatch.setattr(table, "requests_of", lambda batch: world.requests)
+    batch, fits = SimpleNamespace(reqs=[req]), lambda batch, selected=None: True
+    ledger.set_aside("another", ledger.uncommitted_pages() - pressure.lent, 0)
+    assert table.check_decode_mem(fits, batch) and not pressure.compressions
+    before = ledger.evictable_pages
+    ledger.set_aside("another", ledger.promised_pages() + 1, 0)
+    assert table.check_decode_mem(fits, batch)
+    assert (pressure.compressions == 0) == cached and (ledger.evictable_pages < before) == cached
+    ledger.forget("another")
+    world.leave(req)

@@ -236,9 +236,9 @@ def check_decode_mem(original: Any, self: Any, selected_indices: Any = None) -> 
     """Whether the next step fits. Before requests are retracted, running ones give up bytes."""
     fits: bool = original(self, selected_indices)
     requests = requests_of(self)
-    if fits or requests is None or selected_indices is not None or not requests.relieve(self.reqs):
+    if requests is None or selected_indices is not None or (fits and requests.may_relieve_later()):
         return fits
-    return bool(original(self, selected_indices))
+    return bool(original(self, selected_indices)) if requests.relieve(self.reqs) else fits
 
 
 def retract_decode(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:

@@ -336,9 +336,16 @@ class RequestLifecycle:
             tree.make_kv_slots(sum(wanted.values()))
         return {rows[row]: reason for row, reason in found.items()}
 
+    def may_relieve_later(self) -> bool:
+        """Whether pages that a compression under pressure borrows are left behind the next step. Where few requests
+        run, a step may otherwise take the last of them. Evicts what may go for it."""
+        pressure = self.manager.pressure
+        return pressure is None or self.tree.make_pages(pressure.lent, partly=True)
+
     def relieve(self, reqs: list[Any]) -> bool:
-        """The next token of each request does not fit. Whether any of them has given up bytes: not where table blocks
-        or KV slots are short, of which compression frees none, nor where a pass is planned already."""
+        """The next token of each request does not fit, or leaves no pages to borrow. Whether any of them has given up
+        bytes: not where table blocks or KV slots are short, of which compression frees none, nor where a pass is
+        planned already."""
         pressure, ledger = self.manager.pressure, self.ledger
         if pressure is None or ledger.table_starved() or ledger.uncommitted_kv_slots() < len(reqs):
             return False
