@@ -23,6 +23,7 @@ from sglang_diffkv.policies.uniform import UniformPolicy
 from sglang_diffkv.srt.hooks import table as hooks
 from sglang_diffkv.srt.scheduling import admission
 from sglang_diffkv.srt.scheduling.allocator import DiffKVAllocator
+from sglang_diffkv.srt.scheduling.joint_admission import AdmissionRule
 from sglang_diffkv.srt.scheduling.lifecycle import RequestLifecycle
 from sglang_diffkv.srt.versions import compat
 from tests.dense import Session
@@ -418,3 +419,30 @@ def test_reports_behind_a_pass_wait_for_nothing(monkeypatch: pytest.MonkeyPatch)
     world.leave(req)
     assert hooks.report_load(lambda _: available(), None) == available() == world.requests.ledger.available()
     assert counts.waits
+
+
+@pytest.mark.parametrize("whole", [False, True])
+def test_what_sglang_reserves_whole_is_certain(monkeypatch: pytest.MonkeyPatch, whole: bool) -> None:
+    """Of a request that runs, and of one that waits; not where it has a window of its own."""
+    monkeypatch.setattr(compat, "installed", lambda: SimpleNamespace(whole_replies=whole))
+    session, ledger = session_of(diffkv_policy(1e9, 0.0, window=96, pressure_window=8))
+    session.extend({1: 300, 2: 700}, check=False)
+    for row in (1, 2):
+        session.end_prompt(row)
+    session.manager.counts.settle()
+    sampling = {eos: SimpleNamespace(max_new_tokens=200, ignore_eos=not eos) for eos in (True, False)}
+    reqs = {eos: SimpleNamespace(sampling_params=x, output_ids=[]) for eos, x in sampling.items()}
+    monkeypatch.setattr(compat, "row_of", lambda req: 1)
+    served: Any = SimpleNamespace(
+        new_token_ratio_tracker=SimpleNamespace(current=0.5), running_batch=SimpleNamespace(reqs=list(reqs.values()))
+    )
+    assert list(compat.expected_tokens(served)) == [
+        Expected(1, 100.0, False), Expected(1, 200.0 if whole else 100.0, whole),
+    ]  # fmt: skip
+    rule, usual = AdmissionRule(ledger), ledger.growth(300, 200)
+    for eos, req in reqs.items():
+        certain = whole and not eos
+        assert rule.taken_by(req, 200, None) == ledger.growth_of(1, 200, certain)
+        assert bool(compat.growth_of(req, ledger)(300, 200) < usual) == certain
+        req.diffkv_window = 40
+        assert compat.growth_of(req, ledger)(300, 200) == usual
