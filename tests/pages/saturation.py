@@ -167,7 +167,7 @@ class Scheduler:
             req.done = 0
             self.waiting.append(req)
             self.seen.retracted += 1
-        self.running = order
+        self.running, self.full = order, False
         made, most = sum(x.made for x in order), sum(x.reply for x in order)
         self.new_ratio = min((made + RETRACT_STEPS * len(order)) / (most + 1), 1.0)
 
