@@ -9,7 +9,7 @@ from functools import cached_property, partial
 from sglang_diffkv.config import DiffKVConfig
 from sglang_diffkv.errors import ConfigError
 from sglang_diffkv.layout.spans import retained_tokens
-from sglang_diffkv.mem_pool.ledger import GROWTH_MARGIN
+from sglang_diffkv.mem_pool.growth import GROWTH_MARGIN
 from sglang_diffkv.plan import MemoryPlan
 from sglang_diffkv.policies.base import NEVER
 from sglang_diffkv.policies.diffkv import DiffKVPolicy

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from sglang_diffkv.mem_pool.expected import Expected
+from sglang_diffkv.mem_pool.growth import Expected
 from tests.pages.saturation_pools import Request
 
 CLIP = 4096

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from sglang_diffkv.layout.geometry import Geometry
-from sglang_diffkv.mem_pool.expected import Expected
+from sglang_diffkv.mem_pool.growth import Expected
 from sglang_diffkv.mem_pool.ledger import PageLedger, pages_for
 from sglang_diffkv.mem_pool.page_manager import PageManager
 from tests.pages.counting_ops import CountingOps

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from sglang_diffkv.layout.spans import retained_tokens
-from sglang_diffkv.mem_pool.expected import Expected
+from sglang_diffkv.mem_pool.growth import Expected
 from sglang_diffkv.mem_pool.integrity import check_integrity
 from sglang_diffkv.mem_pool.ledger import PageLedger
 from sglang_diffkv.mem_pool.pressure import LEAST_GROWTH

@@ -28,7 +28,7 @@ from sglang_diffkv.capacity.speed import Kind, speed_of
 from sglang_diffkv.capacity.trace import Request, Trace, found_tokens, hit_rates, read_trace
 from sglang_diffkv.config import DiffKVConfig, load_config
 from sglang_diffkv.layout.spans import retained_tokens
-from sglang_diffkv.mem_pool.ledger import GROWTH_MARGIN
+from sglang_diffkv.mem_pool.growth import GROWTH_MARGIN
 
 WINDOW_188 = (
     '{"page_tokens": 16, "rotate": "both", '

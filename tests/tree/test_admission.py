@@ -16,8 +16,8 @@ from sglang.srt.managers.schedule_policy import AddReqResult
 from sglang_diffkv.config import CHECK_ENV
 from sglang_diffkv.layout.geometry import Geometry
 from sglang_diffkv.layout.spans import retained_tokens
-from sglang_diffkv.mem_pool.expected import Expected
-from sglang_diffkv.mem_pool.ledger import ESTIMATE_TOKENS, GROWTH_MARGIN, PROMPT_MARGIN, PageLedger, Promise
+from sglang_diffkv.mem_pool.growth import ESTIMATE_TOKENS, GROWTH_MARGIN, Expected
+from sglang_diffkv.mem_pool.ledger import PROMPT_MARGIN, PageLedger, Promise
 from sglang_diffkv.mem_pool.page_manager import PageManager
 from sglang_diffkv.policies.uniform import UniformPolicy
 from sglang_diffkv.srt.hooks import table as hooks

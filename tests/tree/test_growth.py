@@ -7,8 +7,8 @@ import random
 import pytest
 
 from sglang_diffkv.layout.spans import retained_tokens
-from sglang_diffkv.mem_pool.expected import Expected
-from sglang_diffkv.mem_pool.ledger import GROWTH_MARGIN, PageLedger
+from sglang_diffkv.mem_pool.growth import GROWTH_MARGIN, Expected
+from sglang_diffkv.mem_pool.ledger import PageLedger
 from sglang_diffkv.policies.base import Policy
 from tests.dense import Session
 from tests.helpers import make_format, make_manager

@@ -22,7 +22,7 @@ from sglang_diffkv.layout.geometry import Segment
 from sglang_diffkv.layout.page_format import Tier
 from sglang_diffkv.layout.ranks import Ranks
 from sglang_diffkv.mem_pool import host_pages, pinning, saved_segments
-from sglang_diffkv.mem_pool.expected import Expected
+from sglang_diffkv.mem_pool.growth import Expected
 from sglang_diffkv.mem_pool.page_manager import PageManager
 from sglang_diffkv.mem_pool.saved_rows import Needed
 from sglang_diffkv.mem_pool.saved_segments import SavedSegment

@@ -17,7 +17,7 @@ from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang_diffkv.config import load_config
 from sglang_diffkv.layout.page_format import Tier
 from sglang_diffkv.layout.ranks import Ranks
-from sglang_diffkv.mem_pool.expected import Expected
+from sglang_diffkv.mem_pool.growth import Expected
 from sglang_diffkv.mem_pool.saved_rows import Needed
 from sglang_diffkv.policies.uniform import UniformPolicy
 from sglang_diffkv.srt.hooks.table import HOOKS

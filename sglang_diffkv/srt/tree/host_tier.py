@@ -45,7 +45,7 @@ from sglang.srt.mem_cache.base_prefix_cache import InsertParams, MatchPrefixPara
 
 from sglang_diffkv.layout.geometry import Path, Segment
 from sglang_diffkv.layout.spans import served_end
-from sglang_diffkv.mem_pool.expected import Expected
+from sglang_diffkv.mem_pool.growth import Expected
 from sglang_diffkv.mem_pool.saved_rows import Needed
 from sglang_diffkv.mem_pool.saved_segments import SavedSegment, SavedSegments
 from sglang_diffkv.mem_pool.saved_slots import SavedSlots, SlotStore

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from sglang_diffkv.mem_pool.expected import Expected
+from sglang_diffkv.mem_pool.growth import Expected
 from sglang_diffkv.srt.tree.events import RequestListener
 
 MOST_PARTS = 64

@@ -32,7 +32,7 @@ from sglang.srt.mem_cache.base_prefix_cache import InsertParams, MatchPrefixPara
 
 from sglang_diffkv.config import UNTRIED_ENV, DiffKVConfig
 from sglang_diffkv.layout.ranks import OtherRankError
-from sglang_diffkv.mem_pool.expected import Expected
+from sglang_diffkv.mem_pool.growth import Expected
 from sglang_diffkv.mem_pool.saved_rows import Needed, SavedRow, SavedRows
 from sglang_diffkv.mem_pool.saved_slots import SavedSlots, SlotStore
 from sglang_diffkv.srt.models.speculation import algorithm_of

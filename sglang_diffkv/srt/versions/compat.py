@@ -21,7 +21,7 @@ import numpy as np
 from sglang_diffkv.config import UNTRIED_ENV
 from sglang_diffkv.errors import UnsupportedError
 from sglang_diffkv.layout.ranks import Ranks
-from sglang_diffkv.mem_pool.expected import Expected
+from sglang_diffkv.mem_pool.growth import Expected
 from sglang_diffkv.plan import CONTEXT_SLACK as CONTEXT_SLACK
 from sglang_diffkv.releases import GPU_VERSIONS, RELEASES, TESTED_VERSIONS, Release
 
