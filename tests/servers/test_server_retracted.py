@@ -240,7 +240,9 @@ def _some_on_the_host(server: Server) -> Iterator[list[Future[Any]]]:
 
 @pytest.fixture
 def server(server_of: Callable[..., Server]) -> Server:
-    return server_of("diffkv", ("--max-total-tokens", "480", *TIGHT[2:], *SHALLOW), config=COMPRESSED, env=STRICT)
+    """Of which requests are retracted, and not compressed once more instead."""
+    config = {**COMPRESSED, "policy": {"name": "diffkv", "pressure_window": None}}
+    return server_of("diffkv", ("--max-total-tokens", "480", *TIGHT[2:], *SHALLOW), config=config, env=STRICT)
 
 
 def test_one_that_is_aborted_leaves_no_host_memory(server: Server) -> None:
