@@ -30,7 +30,7 @@ from sglang_diffkv.srt.tree.exact_prompts import ExactPrompts
 from sglang_diffkv.srt.tree.interface import NoTree, PrefixTree
 from sglang_diffkv.srt.tree.kept_prefixes import KeptPrefixes
 from sglang_diffkv.srt.tree.kept_states import FreedStates, KeptStates
-from sglang_diffkv.srt.tree.kv_events import ToldNodes
+from sglang_diffkv.srt.tree.kv_events import ToldNodes, build_hash
 from sglang_diffkv.srt.tree.parts import ExactRule, KeepRule, NodeStates, Parts, Restoring, SessionRule
 from sglang_diffkv.srt.tree.path_joining import PathJoiner
 from sglang_diffkv.srt.tree.prefix_cache import DiffKVPrefixCache
@@ -64,6 +64,7 @@ def build_prefix_cache(
     recorder = tree.event_recorder()
     parts = _without_prefixes(tree) if tree.disable else _around(tree, share_min_tokens, exact, opened, keeps)
     if recorder is not None:
+        build_hash()
         tree.tell_of_nodes(ToldNodes(tree, *recorder))
         for source in parts.sources:
             source.tell_events(*recorder)

@@ -12,12 +12,37 @@ A prompt that parts from others between two such ends finds less than a listener
 
 from __future__ import annotations
 
+import time
+from array import array
 from collections.abc import Callable
 from typing import Any
 
+from sglang.srt.mem_cache.utils import get_hash_str
+
+from sglang_diffkv.errors import UnsupportedError
 from sglang_diffkv.srt.tree.parts import NodeListener
 from sglang_diffkv.srt.tree.prefix_cache import DiffKVPrefixCache
 from sglang_diffkv.srt.tree.private_space import is_private
+
+HASH_TRIES, HASH_PAUSE = 4, 2.0
+"""Times that SGLang's hash is built, and seconds between them."""
+
+
+def build_hash() -> None:
+    """SGLang builds its hash of tokens where the first one is asked for: a request would wait for the compiler, and an
+    error would end the scheduler. So it is asked for here. Servers that start at once build it in one folder, and one
+    may remove what the other holds, which tries again then. Raises UnsupportedError."""
+    for left in reversed(range(HASH_TRIES)):
+        try:
+            get_hash_str(array("q", [0]))
+            return
+        except RuntimeError as error:
+            if not left:
+                raise UnsupportedError(
+                    f"--kv-events-config: SGLang cannot build its hash of tokens ({error.__cause__ or error}). It "
+                    "needs a C++ compiler and the headers of OpenSSL. Install them, or leave KV events out."
+                ) from error
+        time.sleep(HASH_PAUSE)
 
 
 class ToldNodes(NodeListener):
