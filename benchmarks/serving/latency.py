@@ -24,12 +24,11 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from itertools import pairwise
 
-import requests
-
 from benchmarks.serving.cli import model_name
 from benchmarks.serving.client import BenchmarkError, warm_up
 from benchmarks.serving.each_backend import add_arguments, measure_each, parse
 from benchmarks.serving.session import OK, Record, Setup
+from benchmarks.serving.streams import token_times
 from sglang_diffkv.evaluate.report import markdown
 from sglang_diffkv.evaluate.server import Server
 
@@ -72,17 +71,12 @@ class Streams:
         return [x - begin for x in firsts], gaps
 
     def _stream(self, number: int) -> None:
-        parameters = {"temperature": 0, "max_new_tokens": self.most, "ignore_eos": True}
-        body = {"input_ids": list(self._prompts[number]), "stream": True, "sampling_params": parameters}
         times = self.times[number]
-        with requests.post(f"{self.server.url}/generate", json=body, stream=True, timeout=600) as reply:
-            reply.raise_for_status()
-            for line in reply.iter_lines():
-                if line.startswith(b"data: {"):
-                    times.append(time.perf_counter())
-                    if self._done() or self._enough.is_set():
-                        self._enough.set()
-                        return
+        for now in token_times(self.server.url, self._prompts[number], self.most):
+            times.append(now)
+            if self._done() or self._enough.is_set():
+                self._enough.set()
+                return
         if not times:
             raise BenchmarkError("a stream ended without a token")
 

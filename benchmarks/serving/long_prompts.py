@@ -25,13 +25,12 @@ from functools import partial
 from itertools import pairwise
 from typing import Any
 
-import requests
-
 from benchmarks.serving.agents import drawn
 from benchmarks.serving.cli import model_name
 from benchmarks.serving.client import BenchmarkError, warm_up
 from benchmarks.serving.each_backend import add_arguments, measure_each, parse
 from benchmarks.serving.session import OK, Record, Setup
+from benchmarks.serving.streams import token_times
 from sglang_diffkv.evaluate.report import markdown
 from sglang_diffkv.evaluate.server import Server
 
@@ -49,7 +48,7 @@ class Decoding:
     """Streamed replies of up to ``most`` tokens, cut off by ``end``; ``times``: when each token came."""
 
     def __init__(self, url: str, prompts: Sequence[Sequence[int]], most: int):
-        self._url, self._most, self._over = f"{url}/generate", most, threading.Event()
+        self._url, self._most, self._over = url, most, threading.Event()
         self.times: list[list[float]] = [[] for _ in prompts]
         self._pool = ThreadPoolExecutor(len(prompts))
         self._tasks = [
@@ -57,17 +56,10 @@ class Decoding:
         ]
 
     def _stream(self, prompt: Sequence[int], times: list[float]) -> None:
-        parameters = {"temperature": 0, "max_new_tokens": self._most, "ignore_eos": True}
-        body = {"input_ids": list(prompt), "stream": True, "sampling_params": parameters}
-        with requests.post(self._url, json=body, stream=True, timeout=PATIENCE) as reply:
-            reply.raise_for_status()
-            for line in reply.iter_lines():
-                if line.startswith(b'data: {"error"'):
-                    raise BenchmarkError(f"a reply ended with {line[6:306].decode(errors='replace')}")
-                if line.startswith(b"data: {"):
-                    times.append(time.perf_counter())
-                if self._over.is_set():
-                    return
+        for now in token_times(self._url, prompt, self._most):
+            times.append(now)
+            if self._over.is_set():
+                return
         if not self._over.is_set() and len(times) < self._most:
             raise BenchmarkError(f"a reply ended with {len(times)} of {self._most} tokens")
 
@@ -128,8 +120,8 @@ def measure(server: Server, setup: Setup, args: argparse.Namespace) -> Record:
         first_token(server.url, drawn(draw, vocab, length))  # what the first prompt of a length compiles
         alone = statistics.median(first_token(server.url, drawn(draw, vocab, length)) for _ in range(args.repeat))
         server.flush_cache()
-        found: list[dict[str, Any]] = [beside(server, args, partial(drawn, draw, vocab), length)]
-        record["prompts"].append({"length": length, "alone": alone, **found[0]})
+        found = beside(server, args, partial(drawn, draw, vocab), length)
+        record["prompts"].append({"length": length, "alone": alone, **found})
         server.flush_cache()
     return record
 

@@ -38,6 +38,7 @@ from benchmarks.serving.client import BenchmarkError, warm_up
 from benchmarks.serving.each_backend import add_arguments, measure_each, parse
 from benchmarks.serving.first_tokens import PAUSE
 from benchmarks.serving.session import OK, Record, Setup
+from benchmarks.serving.streams import token_times
 from sglang_diffkv.evaluate.report import markdown
 from sglang_diffkv.evaluate.server import Server
 
@@ -119,23 +120,16 @@ def decode_beside(url: str, running: Sequence[Sequence[int]], tokens: int, ask_o
     counted: list[float] = []
 
     def stream(prompt: Sequence[int]) -> None:
-        parameters = {"temperature": 0, "max_new_tokens": tokens, "ignore_eos": True}
-        body = {"input_ids": list(prompt), "stream": True, "sampling_params": parameters}
         first = True
-        with requests.post(f"{url}/generate", json=body, stream=True, timeout=600) as answer:
-            answer.raise_for_status()
-            for line in answer.iter_lines():
-                if not line.startswith(b"data: {"):
-                    continue
-                now = time.perf_counter()
-                with lock:
-                    if first:
-                        began.append(now)
-                        if len(began) == len(running):
-                            all_run.set()
-                        first = False
-                    elif all_run.is_set() and not over.is_set():
-                        counted.append(now)
+        for now in token_times(url, prompt, tokens):
+            with lock:
+                if first:
+                    began.append(now)
+                    if len(began) == len(running):
+                        all_run.set()
+                    first = False
+                elif all_run.is_set() and not over.is_set():
+                    counted.append(now)
         over.set()
 
     with ThreadPoolExecutor(len(running) + 1) as pool:

@@ -10,11 +10,12 @@ import asyncio
 import itertools
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
 import aiohttp
+import requests
 
 from benchmarks.serving.client import BenchmarkError
 
@@ -74,6 +75,20 @@ class Client:
             raise BenchmarkError(f"a turn has {len(reply)} of {wanted} tokens: {meta.get('finish_reason')}")
         gaps = [after - before for before, after in itertools.pairwise(times)]
         return Answer(times[0] - begin, gaps, reply, meta["cached_tokens"])
+
+
+def token_times(url: str, prompt: Sequence[int], most: int) -> Iterator[float]:
+    """When each token of one streamed reply comes, for a thread that watches it: ask no more, and the stream is cut
+    off. Raises BenchmarkError for an error that the stream tells."""
+    parameters = {"temperature": 0, "max_new_tokens": most, "ignore_eos": True}
+    body = {"input_ids": list(prompt), "stream": True, "sampling_params": parameters}
+    with requests.post(f"{url}/generate", json=body, stream=True, timeout=SILENCE) as reply:
+        reply.raise_for_status()
+        for line in reply.iter_lines():
+            if line.startswith(b'data: {"error"'):
+                raise BenchmarkError(f"a reply ended with {line[6:306].decode(errors='replace')}")
+            if line.startswith(b"data: {"):
+                yield time.perf_counter()
 
 
 async def ended(tasks: Sequence[asyncio.Task[Any]]) -> list[Any]:

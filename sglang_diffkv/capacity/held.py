@@ -9,7 +9,7 @@ from functools import cached_property, partial
 from sglang_diffkv.config import DiffKVConfig
 from sglang_diffkv.errors import ConfigError
 from sglang_diffkv.layout.spans import retained_tokens
-from sglang_diffkv.mem_pool.growth import GROWTH_MARGIN
+from sglang_diffkv.mem_pool.growth import GROWTH_MARGIN, part_filled
 from sglang_diffkv.plan import MemoryPlan
 from sglang_diffkv.policies.base import NEVER
 from sglang_diffkv.policies.diffkv import DiffKVPolicy
@@ -157,7 +157,7 @@ class Holding:
     @property
     def part_filled(self) -> float:
         """High-tier tokens that the part-filled pages of a request lack on average."""
-        return len(self.plan.fmt.layouts) * self.plan.fmt.high.tokens / 2
+        return part_filled(self.plan.fmt)
 
     def prompt_tokens(self, prompt: int) -> float:
         """High-tier tokens that a prompt takes while it is computed."""

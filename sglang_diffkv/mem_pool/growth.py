@@ -17,6 +17,7 @@ from sglang_diffkv.mem_pool.rows import RequestRow
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
+    from sglang_diffkv.layout.page_format import PageFormat
     from sglang_diffkv.mem_pool.page_manager import PageManager
 
 GROWTH_MARGIN = 1.1
@@ -27,6 +28,11 @@ ESTIMATE_TOKENS = 512
 
 ROW_ESTIMATE_TOKENS = 256
 """The same of one request, whose own pages tell it then."""
+
+
+def part_filled(fmt: PageFormat) -> float:
+    """What the part-filled page of each tier lacks on average, in high-tier tokens."""
+    return len(fmt.layouts) * fmt.high.tokens / 2
 
 
 class Expected(NamedTuple):
@@ -47,9 +53,7 @@ class ExpectedGrowth:
         self._estimated_at = (-1, -1)
         layouts = manager.fmt.layouts
         self._least_price = 0.0 if manager.policy.prunes else layouts[0].tokens / max(x.tokens for x in layouts)
-        self._part_filled = len(layouts) * manager.fmt.high.tokens / 2
-        """What the part-filled page of each tier lacks on average, in high-tier tokens. A row whose first pages are
-        shared or frozen has two of each."""
+        self._part_filled = part_filled(manager.fmt)
         self._given_back = 0.0
         """Tokens of a window that compression under pressure sends down. They are left out of what is reserved for a
         reply of known length. For a guessed length they stay in, as a margin for replies that grow longer."""
@@ -82,8 +86,12 @@ class ExpectedGrowth:
         """High-tier tokens that the pages of rows stand for ([n]), as they were counted last, less the unused slots of
         part-filled pages: a request has as many of these however long it grows."""
         manager = self.manager
-        lacking = np.array([self._part_filled * (2 if manager.rows.closed(row) else 1) for row in rows])
+        lacking = np.array([self._lacking(manager.rows.closed(row)) for row in rows])
         return manager.counts.pages[rows] * manager.fmt.high.tokens / manager.geometry.heads - lacking
+
+    def _lacking(self, closed: int) -> float:
+        """What a row's part-filled pages lack. One whose first pages are ``closed`` to it has two of each tier."""
+        return self._part_filled * (2 if closed else 1)
 
     def _windows(self, rows: Sequence[int]) -> np.ndarray:
         """The windows of rows, [n], or [1] where all have the same one."""
@@ -198,8 +206,7 @@ class ExpectedGrowth:
         if any(manager.geometry.attention_spans):
             inside, held = self._within_spans(inside), self._within_spans(held)
         if held - inside >= ROW_ESTIMATE_TOKENS and not known.in_prompt and (pages := int(manager.counts.pages[row])):
-            lacking = self._part_filled * (2 if known.closed else 1)
-            taken = pages * manager.fmt.high.tokens / manager.geometry.heads - lacking
+            taken = pages * manager.fmt.high.tokens / manager.geometry.heads - self._lacking(known.closed)
             price = min(GROWTH_MARGIN * max((taken - inside) / (held - inside), self._least_price), 1.0)
         filling = max(window - (known.length - max(known.closed, pressed)), 0)
         given = certain and self._gives_back(row, known.length + more)
