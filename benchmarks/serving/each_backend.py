@@ -42,6 +42,11 @@ def parse(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> argpar
     return args
 
 
+def failed_row(record: Record, columns: int) -> list[str]:
+    """In a table, that of a server which failed: its error, and nothing in the other columns."""
+    return [record["backend"], record["error"], *[""] * (columns - 2)]
+
+
 def measure_each(
     args: argparse.Namespace,
     data: dict[str, Any],

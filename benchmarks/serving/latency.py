@@ -26,7 +26,7 @@ from itertools import pairwise
 
 from benchmarks.serving.cli import model_name
 from benchmarks.serving.client import BenchmarkError, warm_up
-from benchmarks.serving.each_backend import add_arguments, measure_each, parse
+from benchmarks.serving.each_backend import add_arguments, failed_row, measure_each, parse
 from benchmarks.serving.session import OK, Record, Setup
 from benchmarks.serving.streams import token_times
 from sglang_diffkv.evaluate.report import markdown
@@ -119,7 +119,7 @@ def table(records: Sequence[Record], args: argparse.Namespace) -> str:
     rows = []
     for record in records:
         if record["status"] != OK:
-            rows.append([record["backend"], record["error"], *("" for _ in header[2:])])
+            rows.append(failed_row(record, len(header)))
             continue
         cells = [f"{x['ttft_ms']:.1f}" for x in record["first_token"]]
         cells += [f"{x['itl_ms']:.2f} / {x['itl_p99_ms']:.2f}" for x in record["decode"]]

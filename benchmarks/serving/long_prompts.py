@@ -28,7 +28,7 @@ from typing import Any
 from benchmarks.serving.agents import drawn
 from benchmarks.serving.cli import model_name
 from benchmarks.serving.client import BenchmarkError, warm_up
-from benchmarks.serving.each_backend import add_arguments, measure_each, parse
+from benchmarks.serving.each_backend import add_arguments, failed_row, measure_each, parse
 from benchmarks.serving.session import OK, Record, Setup
 from benchmarks.serving.streams import token_times
 from sglang_diffkv.evaluate.report import markdown
@@ -156,7 +156,7 @@ def table(records: Sequence[Record], args: argparse.Namespace) -> str:
     rows = []
     for record in records:
         if record["status"] != OK:
-            rows.append([record["backend"], record["error"], *("" for _ in header[2:])])
+            rows.append(failed_row(record, len(header)))
             continue
         for found in record["prompts"]:
             before, read, after = (found["gaps"][part] for part in PARTS)

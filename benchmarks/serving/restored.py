@@ -35,7 +35,7 @@ import requests
 from benchmarks.serving.agents import drawn
 from benchmarks.serving.cli import model_name
 from benchmarks.serving.client import BenchmarkError, warm_up
-from benchmarks.serving.each_backend import add_arguments, measure_each, parse
+from benchmarks.serving.each_backend import add_arguments, failed_row, measure_each, parse
 from benchmarks.serving.first_tokens import PAUSE
 from benchmarks.serving.session import OK, Record, Setup
 from benchmarks.serving.streams import token_times
@@ -227,7 +227,7 @@ def table(records: Sequence[Record], args: argparse.Namespace) -> str:
     rows = []
     for record in records:
         if record["status"] != OK:
-            rows.append([record["backend"], record["error"], *("" for _ in header[2:])])
+            rows.append(failed_row(record, len(header)))
             continue
         for number, found in enumerate(record["prompts"]):
             computed = found[f"{COMPUTED}_ms"]

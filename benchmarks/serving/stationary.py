@@ -40,7 +40,7 @@ from benchmarks.serving import charts
 from benchmarks.serving.cli import model_name
 from benchmarks.serving.client import BenchmarkError, warm_up
 from benchmarks.serving.compression_time import compression_time
-from benchmarks.serving.each_backend import add_arguments, measure_each, parse
+from benchmarks.serving.each_backend import add_arguments, failed_row, measure_each, parse
 from benchmarks.serving.log import mean, parse_log
 from benchmarks.serving.session import OK, Record, Setup, short
 from benchmarks.serving.step_profile import breakdown, next_steps
@@ -254,7 +254,7 @@ def table(records: Sequence[Record]) -> str:
     good = [x for x in records if x["status"] == OK]
     for record in records:
         if record["status"] != OK:
-            rows.append([record["backend"], record["error"], *("" for _ in header[2:])])
+            rows.append(failed_row(record, len(header)))
             continue
         counted = record.get("counted") or {}
         rows.append([

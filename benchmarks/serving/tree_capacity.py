@@ -23,7 +23,7 @@ from itertools import count
 from benchmarks.serving.backends import parse_backend, parse_diffkv
 from benchmarks.serving.cli import model_name
 from benchmarks.serving.client import BenchmarkError
-from benchmarks.serving.each_backend import add_arguments, measure_each
+from benchmarks.serving.each_backend import add_arguments, failed_row, measure_each
 from benchmarks.serving.memory import stock_tokens
 from benchmarks.serving.session import OK, Record, Setup
 from sglang_diffkv.evaluate.report import markdown
@@ -121,7 +121,7 @@ def table(records: Sequence[Record]) -> str:
     first = next((x["cached_tokens"] for x in records if x["status"] == OK), None)
     for x in records:
         if x["status"] != OK:
-            rows.append([x["backend"], x["error"], *[""] * 6])
+            rows.append(failed_row(x, 8))
             continue
         held = x["cached_tokens"] if x["held_tokens"] is None else x["held_tokens"]
         ratios = [f"{x[key]:.3f}" if key in x else "1" for key in ("ratio_tokens", "ratio_pages")]
