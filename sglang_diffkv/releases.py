@@ -121,6 +121,8 @@ TARGETS: Targets = {
     "forward": SRT + "model_executor.model_runner.ModelRunner.forward",
     "capture_one": SRT
     + "model_executor.runner_backend.breakable_cuda_graph_backend.BreakableCudaGraphBackend.capture_one",
+    "can_replay_locally": SRT
+    + "model_executor.runner.prefill_cuda_graph_runner.PrefillCudaGraphRunner.can_replay_locally",
     "prepare_for_decode": BATCH + "prepare_for_decode",
     "mix_with_running": BATCH + "mix_with_running",
     "check_decode_mem": BATCH + "check_decode_mem",

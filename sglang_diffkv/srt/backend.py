@@ -205,6 +205,10 @@ class DiffKVAttnBackend(AttentionBackend):
             capture(runner_backend, shape_key, forward, self.whole_passes, out)
             self.new_tokens = None
 
+    def filled_up(self, tokens: int) -> int | None:
+        """As of ``WholePasses``."""
+        return None if self.whole_passes is None else self.whole_passes.filled_up(tokens)
+
     def capture_commits(self, batches: Sequence[int]) -> None:
         """Graphs of what stores accepted drafts, for verifications of these sizes, whose own graphs are captured."""
         if self.verify is None or not self.state.pages.is_cuda:

@@ -30,6 +30,8 @@ REQUESTS = 16
 """Of a pass, at most."""
 ROOM_BYTES = 256 << 20
 """For keys and values of all tokens that a pass attends to: 65,536 of Llama-3-8B's."""
+FILLED_UP = 64
+"""Tokens to which a pass of fewer is filled up, at most, however few it has."""
 RATIO = 0.8
 """Of two sizes of graphs that follow one another, the smaller is at most this part of the larger."""
 
@@ -83,6 +85,11 @@ class WholePasses:
     def wants(self, tokens: int) -> bool:
         """Whether a graph of so many tokens is worth its memory. SGLang captures larger sizes first."""
         return tokens <= TOKENS and (not self.graphs or tokens <= RATIO * min(self.graphs))
+
+    def filled_up(self, tokens: int) -> int | None:
+        """The size of the smallest graph, for a pass that is worth filling up to it; None for others."""
+        size = min(self.graphs, default=0)
+        return size if 0 < tokens < size <= FILLED_UP else None
 
     def add(self, tokens: int, record: Callable[[], Graph]) -> None:
         """A graph of passes of up to so many new tokens. ``record`` makes it, while ``wrapper`` is what layers call."""

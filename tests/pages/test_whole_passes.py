@@ -184,6 +184,18 @@ def test_sizes_that_are_worth_a_graph() -> None:
     ]  # fmt: skip
 
 
+def test_a_pass_of_fewer_tokens_than_any_graph_is_filled_up_to_a_small_one() -> None:
+    _, passes = make_passes()
+    found = {tokens: passes.filled_up(tokens) for tokens in (0, 1, 7, 8, 9)}
+    assert found == {0: None, 1: 8, 7: 8, 8: None, 9: None}
+    passes.graphs.clear()
+    assert passes.filled_up(1) is None, "there is none"
+    passes.graphs[whole_passes.FILLED_UP] = Graph()
+    assert passes.filled_up(1) == whole_passes.FILLED_UP
+    passes.graphs = {whole_passes.FILLED_UP + 1: Graph()}
+    assert passes.filled_up(1) is None, "it computes that many tokens"
+
+
 @pytest.mark.parametrize("error", [torch.OutOfMemoryError, RuntimeError])
 def test_captures(error: type[Exception], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     """SGLang's graph stays where none of whole passes is worth it, and where memory ends; then others serve still."""

@@ -448,3 +448,34 @@ def test_memory_that_the_scheduler_still_reads_is_not_written() -> None:
     assert taken.data_ptr() == address, "the memory is used again"
     torch.cuda.synchronize()
     assert read.unique().tolist() == [1]
+
+
+@pytest.mark.parametrize("ours", [True, False])
+def test_a_pass_of_a_token_is_filled_up_to_the_smallest_graph(ours: bool) -> None:
+    """SGLang says no to one that is more than twice as large. What else it looks at counts as before."""
+    asked: list[dict[str, Any]] = []
+
+    def original(_runner: Any, **given: Any) -> bool:
+        asked.append(given)
+        return bool(given["num_tokens"] is None or (given["num_tokens"] * 2 >= 4 and not given["return_logprob"]))
+
+    backend = object.__new__(DiffKVAttnBackend) if ours else SimpleNamespace(filled_up=lambda tokens: 4)
+    if isinstance(backend, DiffKVAttnBackend):
+        backend.whole_passes = WholePasses.__new__(WholePasses)
+        backend.whole_passes.graphs = {4: None, 8: None}  # type: ignore[dict-item]
+    runner = SimpleNamespace(model_runner=SimpleNamespace(attn_backend=backend))
+
+    def runs(tokens: int | None, logprob: bool = False) -> bool:
+        asked.clear()
+        given = {"num_tokens": tokens, "return_logprob": logprob, "batch_size": 1}
+        found: bool = table.can_replay_locally(original, runner, **given)
+        assert all({**given, "num_tokens": x["num_tokens"]} == x for x in asked)
+        return found
+
+    assert runs(1) == ours and [given["num_tokens"] for given in asked] == [1, 4][: 1 + ours]
+    assert not runs(1, logprob=True)
+    assert runs(2) and len(asked) == 1
+    assert runs(None) and len(asked) == 1
+    if isinstance(backend, DiffKVAttnBackend):
+        backend.whole_passes = None
+        assert not runs(1)

@@ -195,6 +195,16 @@ def capture_one(original: Any, self: Any, shape_key: Any, forward_fn: Any, *args
         backend.capture_whole(self, shape_key, forward_fn)
 
 
+def can_replay_locally(original: Any, self: Any, **kwargs: Any) -> bool:
+    """SGLang replays no graph of more than twice a pass's tokens, so a prompt that is cached but for a token would be
+    launched layer by layer. The smallest graph of a whole pass takes less time than that."""
+    if original(self, **kwargs):
+        return True
+    backend = getattr(self.model_runner, "attn_backend", None)
+    size = backend.filled_up(kwargs["num_tokens"] or 0) if isinstance(backend, DiffKVAttnBackend) else None
+    return size is not None and bool(original(self, **{**kwargs, "num_tokens": size}))
+
+
 def run_batch(original: Any, self: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
     """A pass is launched, and the copy of its results: what ends its prompts comes behind that."""
     result = original(self, batch, *args, **kwargs)
@@ -530,6 +540,7 @@ _HERE = (
     prepare_for_extend,
     forward,
     capture_one,
+    can_replay_locally,
     run_batch,
     prepare_for_decode,
     mix_with_running,
