@@ -170,7 +170,8 @@ Seen = dict[tuple[int, int, int, int], tuple[bytes, int]]
 
 def seen_by(manager: PageManager, row: int, lo: int = 0) -> Seen:
     """What a row shows at position ``lo`` or behind."""
-    found, pages = visible(manager.state, row), manager.state.pages.cpu().numpy()
+    with manager.launching():  # behind bytes that are on their way
+        found, pages = visible(manager.state, row), manager.state.pages.cpu().numpy()
     columns = (found.tier, found.layer, found.head, found.position, found.page, found.slot)
     return {tuple(x[:4]): (pages[x[4]].tobytes(), x[5]) for x in np.stack(columns, 1).tolist() if x[3] >= lo}
 

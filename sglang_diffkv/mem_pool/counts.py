@@ -226,6 +226,14 @@ class PageCounts:
         self.ranks.drop(segment.row)
         self.uncounted[segment.row] = segment
 
+    def know(self, segment: Segment, pages: int, mine: int, held: tuple[int, ...]) -> None:
+        """What the next snapshot would count of a segment: its ``pages``, of which this rank has ``mine``, and what it
+        holds."""
+        if self.uncounted.pop(segment.row, None) is not None:
+            segment.pages, segment.held = pages, held
+            self.ranks.count(segment.row, pages, mine)
+            self.on_counted(segment)
+
     def dropped(self, segment: Segment) -> None:
         """The segment is about to be released."""
         self.uncounted.pop(segment.row, None)
@@ -277,7 +285,7 @@ class PageCounts:
         rows, more = [*self.rows, *self.uncounted], len(segments)
         count, tiers = len(rows), len(device.fmt.tiers)
         numbers = [*rows, *(x.lo for x in segments), *(x.hi for x in segments)]
-        with device.launching():
+        with device.launching(reads_pages=more > 0):
             if numbers != self._numbers[0]:
                 self._numbers = numbers, device.to_device(numbers)
             there = self._numbers[1]

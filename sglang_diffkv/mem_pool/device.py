@@ -76,7 +76,7 @@ class PageDevice:
     """The device state of a server, the ops that change it, and the host's side of the page table.
 
     All calls are made by one thread and take effect in call order: they launch on one stream, and none waits for it
-    except where its docstring says so. ``launch_beside`` alone takes another.
+    except where its docstring says so. ``launch_beside`` and ``bring`` alone take others.
 
     Attributes:
         space: table blocks of every row. stream: where forward passes run; None for the current stream.
@@ -88,7 +88,8 @@ class PageDevice:
         self.stream: torch.cuda.Stream | None = None
         self._gathers = False
         self._attaching: list[tuple[int, Sequence[Part]]] = []  # rows, and what they are about to refer to
-        self._beside: torch.cuda.Stream | None = None
+        self._beside: dict[str, torch.cuda.Stream] = {}
+        self._arriving: list[Beside[Any]] = []  # what brings bytes of pages, until a launch has come behind it
 
     def to_device(self, numbers: Any) -> torch.Tensor:
         """[n] int64 on the device, without waiting for it."""
@@ -98,21 +99,29 @@ class PageDevice:
         """Whether forward passes with a stream of their own still run."""
         return self.stream is not None and not self.stream.query()
 
-    def launching(self, *, allocates: bool = True) -> Launching:
+    def launching(self, *, allocates: bool = True, reads_pages: bool = True) -> Launching:
         """Kernels launched inside run in order with the forward passes and see the host's table blocks.
 
         What they need may come from memory that a forward pass has left and that the scheduler's stream still reads
         (the accepted drafts of a batch that it sorts anew). SGLang itself lets no forward pass begin before that.
 
         Args:
-            allocates: whether they need memory beside the state's. If not, they wait for no other stream.
+            allocates: whether they need memory beside the state's. If not, they wait for no other stream. reads_pages:
+                if not, they do not wait for bytes of pages that are on their way (``bring``).
         """
         allocates = allocates or self.space.flush_allocates or len(self._attaching) > 1
-        return Launching(self.stream, allocates, self.flush)
+        return Launching(self.stream, allocates, self.flush if reads_pages else self._flush_tables)
 
     def flush(self) -> None:
-        """Bring the device up to what the host has decided, on the current stream, without waiting: table blocks of
-        rows, and what rows refer to."""
+        """Bring the device up to what the host has decided, on the current stream, without waiting: bytes of pages that
+        are on their way, table blocks of rows, and what rows refer to."""
+        arriving, self._arriving = self._arriving, []
+        for beside in arriving:
+            if beside.end is not None:
+                torch.cuda.current_stream().wait_event(beside.end)
+        self._flush_tables()
+
+    def _flush_tables(self) -> None:
         self.space.flush()
         if self._attaching:
             self.ops.attach_paths(self._attaching)
@@ -141,20 +150,31 @@ class PageDevice:
         before them, what read the result of the last ones included. Should ``launch`` raise, what is launched from then
         on comes behind all that it has launched.
         """
+        return self._launch_on("out", launch)
+
+    def _launch_on(self, name: str, launch: Callable[[], Result]) -> Beside[Result]:
         with self.launching():
             if not self.state.pages.is_cuda:
                 return Beside(launch(), None)
             forward = torch.cuda.current_stream()
-        if self._beside is None:
-            self._beside = torch.cuda.Stream(self.state.device)
-        self._beside.wait_stream(forward)
-        with torch.cuda.stream(self._beside):
+        if name not in self._beside:
+            self._beside[name] = torch.cuda.Stream(self.state.device)
+        stream = self._beside[name]
+        stream.wait_stream(forward)
+        with torch.cuda.stream(stream):
             try:
                 result = launch()
             except BaseException:
-                forward.wait_stream(self._beside)
+                forward.wait_stream(stream)
                 raise
-        return Beside(result, self._beside.record_event())
+        return Beside(result, stream.record_event())
+
+    def bring(self, launch: Callable[[], Any]) -> None:
+        """``launch_beside``, on another stream, of copies to pages that nobody reads yet. What is launched from now on
+        comes behind them, but for what reads no page: so counts do not wait for bytes. What ``launch`` returns is kept
+        until then."""
+        beside = self._launch_on("in", launch)
+        self._arriving.append(beside)
 
     def join(self, beside: Beside[Result]) -> Result:
         """What is launched from now on comes behind ``beside``. The host does not wait."""

@@ -42,10 +42,15 @@ def check_bounds(manager: PageManager) -> None:
     assert free - headroom <= manager.device.free_pages() - manager.headroom(), (
         "the host believes in pages that are not free"
     )
+    known = [segment for segment in manager.segments.cached if segment.row not in manager.counts.uncounted]
     for segment in manager.segments.cached:
-        known = segment.row not in manager.counts.uncounted
         held = manager.counts.ranks.held(segment.row, segment.pages)
-        assert held == known * manager.device.pages_of(segment.row), "a segment miscounts its pages"
+        pages = manager.device.pages_of(segment.row) if segment in known else 0
+        assert held == pages, "a segment miscounts its pages"
+    measured = manager.device.measure([(segment.row, segment.lo, segment.hi) for segment in known])
+    for segment, tokens in zip(known, measured[..., :-1].sum((1, 2)).tolist(), strict=True):
+        least = all(here <= most for here, most in zip(tokens, segment.held, strict=True))  # on the rank with most
+        assert least and (tuple(tokens) == segment.held or not manager.ranks.alone), "a segment miscounts its tokens"
 
 
 def check_settled(manager: PageManager) -> None:

@@ -1,14 +1,16 @@
 """What a request's row sees, kept in host memory while the request has no row, and brought back as a segment.
 Others may share that memory (``share_memory``).
 
-A page is opaque here: whole pages are gathered to a staging buffer and copied out behind all that is launched, and back
-in the same way. What a row knows of a page beside its bytes, its place and its position range, stays on the host.
+A page is opaque here: whole pages are gathered to a staging buffer and copied out behind all that is launched. They
+come back through it beside what is launched next, which waits for them on the device. What a row knows of a page beside
+its bytes, its place and its position range, stays on the host.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 import torch
@@ -297,6 +299,8 @@ class SavedRows:
                 chosen = np.concatenate([part.pages for part in parts])
                 pages = self._next_pages(int(chosen.sum()))
                 places = self._places(chosen, pages)
+                runs = [run for part in parts for run in part.runs]
+                device.bring(partial(self._copy_in, runs, chosen, places))  # while the rest is worked out
                 flat, low, high = self._listed(rows, parts, counts)
                 entries = device.to_device(counts).int().view(len(rows), state.num_layers, state.num_heads, -1)
                 at = device.to_device(rows)
@@ -308,8 +312,6 @@ class SavedRows:
                 return None
             state.counters[0] += len(pages)
             state.refcount.index_fill_(0, pages, 1)
-            host_runs = [run for part in parts for run in part.runs]
-            copy_in(state.pages, self.host, host_runs, chosen, places, self._staging)
             put_entries(state, flat, pages, low, high)
             state.entries[at] = state.kept_entry[at] = state.own_entry[at] = entries
             state.own_tokens.index_fill_(0, at, 0)
@@ -337,6 +339,11 @@ class SavedRows:
         state = self.device.state
         place = (state.counters[0] + torch.arange(count, device=state.device)) % state.num_pages
         return state.ring[place].long()
+
+    def _copy_in(self, runs: list[Run], chosen: np.ndarray, places: torch.Tensor) -> torch.Tensor:
+        """The bytes of host pages go to their ``places``; these."""
+        copy_in(self.device.state.pages, self.host, runs, chosen, places, self._staging)
+        return places
 
     def _places(self, chosen: np.ndarray, pages: torch.Tensor) -> torch.Tensor:
         """[n] int64, where the bytes of saved pages go: those of the ``chosen``, in order, to ``pages``, others to the

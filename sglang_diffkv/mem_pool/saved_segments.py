@@ -41,15 +41,17 @@ class SavedSegment(SavedRow):
     """A segment's tokens at positions [start, hi) in host memory.
 
     Attributes:
-        as_computed, first, unsettled: as of ``Segment``. slots: what a draft model has of its tokens, if there is one.
-            nodes: nodes of an index that name it. lost: a rank could not copy it. from_store: it came from a store,
-            and no request has got it since. needed: what ranges [lo, hi) take, as far as somebody asked.
+        as_computed, first, unsettled, held: as of ``Segment``; ``held`` is empty where that is not known. slots: what a
+            draft model has of its tokens, if there is one. nodes: nodes of an index that name it. lost: a rank could
+            not copy it. from_store: it came from a store, and no request has got it since. needed: what ranges [lo, hi)
+            take, as far as somebody asked.
     """
 
     start: int = 0
     first: int = 0
     as_computed: bool = False
     unsettled: tuple[tuple[int, int], ...] | None = None
+    held: tuple[int, ...] = ()
     slots: SavedSlots | None = None
     nodes: int = field(default=0)
     lost: bool = False
@@ -62,7 +64,7 @@ class SavedSegment(SavedRow):
         hi, end, unknown = segment.hi, segment.end, NONE
         saved = cls(hi, end, runs, unknown, unknown, unknown, unknown, unknown, unknown)
         saved.start, saved.first = segment.lo, segment.first
-        saved.as_computed, saved.unsettled = segment.as_computed, segment.unsettled
+        saved.as_computed, saved.unsettled, saved.held = segment.as_computed, segment.unsettled, segment.held
         return saved
 
     def segment(self, lo: int, hi: int) -> Segment:
@@ -320,6 +322,18 @@ class SavedSegments:
             self.bytes_in += pages * self.device.fmt.page_bytes
             self._drafts_in(parts, kv_slots)
         return segments
+
+    def count(
+        self,
+        parts: Sequence[tuple[SavedSegment, int, int]],
+        needed: Sequence[Needed],
+        segments: Sequence[Segment],
+    ) -> None:
+        """Of restored segments that the prefix cache names by now: those that are all of what was saved need not be
+        counted on the device, which would wait for their bytes."""
+        for (saved, lo, hi), takes, segment in zip(parts, needed, segments, strict=True):
+            if saved.held and (lo, hi) == (saved.start, saved.hi):
+                self.rows.counts.know(segment, takes.pages, saved.pages_from(lo, hi), saved.held)
 
     def _drafts_in(self, parts: Sequence[tuple[SavedSegment, int, int]], kv_slots: torch.Tensor | None) -> None:
         if self.drafts is None:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from typing import Any
 
 import pytest
 import torch
 
+from sglang_diffkv.mem_pool.device import Beside
 from tests.kernels.triton_helpers import make_format, make_manager
 
 
@@ -16,10 +18,13 @@ class Stream:
     device_index = 0
 
     def __init__(self) -> None:
-        self.waited_for: list[Stream] = []
+        self.waited_for: list[Any] = []
 
     def wait_stream(self, other: Stream) -> None:
         self.waited_for.append(other)
+
+    def wait_event(self, event: Any) -> None:
+        self.waited_for.append(event)
 
 
 @pytest.mark.parametrize("fails", [False, True])
@@ -74,3 +79,23 @@ def test_several_paths_to_attach_need_memory(monkeypatch: pytest.MonkeyPatch, co
     with device.launching(allocates=False):
         assert attached == [paths] * (count > 0) and not device._attaching
     assert forward.waited_for == [schedulers] * (count > 1)
+
+
+def test_bytes_on_their_way_are_waited_for_once_and_not_by_what_reads_no_page(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was launched to bring them is kept until then: it reads memory of the passes' stream."""
+    device = make_manager(make_format("BF16", 64, page_tokens=8)).device
+    schedulers, forward = Stream(), Stream()
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda *index: forward)
+    monkeypatch.setattr(torch.cuda, "set_stream", lambda stream: None)
+    device.stream = forward  # type: ignore[assignment]
+    device.bring(lambda: "read")
+    (there,) = device._arriving
+    assert there == Beside("read", None), "a CPU copies at once"
+    first, second = "first copy", "second copy"
+    device._arriving = [Beside("first", first), there, Beside("second", second)]  # type: ignore[arg-type]
+    with device.launching(reads_pages=False):
+        assert not forward.waited_for and len(device._arriving) == 3
+    with device.launching(allocates=False):
+        assert forward.waited_for == [first, second] and not device._arriving
+    device.flush()
+    assert forward.waited_for == [first, second] and not schedulers.waited_for

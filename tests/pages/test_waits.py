@@ -169,3 +169,36 @@ def test_no_page_is_used_again_before_it_is_copied() -> None:
         assert back is not None and seen_by(manager, back.row) == expected
         manager.segments.release(back)
         saved.drop_all()
+
+
+def test_bytes_that_come_back_late_hold_up_what_reads_them_and_no_count() -> None:
+    """The host knows what a whole segment takes: it settles while the bytes are on their way."""
+    manager = manager_of(diffkv_policy(1.0, 0.0, window=6), "K8V4 K4V2")
+    parts = (manager.device, manager.rows, manager.counts, manager.segments)
+    saved = SavedSegments(manager.device, SavedRows(*parts, 400, in_parts=True))
+    copy_in = saved.rows._copy_in
+
+    def late(*args: Any) -> torch.Tensor:
+        torch.cuda._sleep(LATE)
+        return copy_in(*args)
+
+    saved.rows._copy_in = late  # type: ignore[method-assign]
+    for seed in range(2):  # kernels are compiled, and memory is pinned, the first time
+        segment = published(manager, seed)
+        before = seen_by(manager, segment.row)
+        kept = saved.save(segment)
+        manager.release(1)
+        manager.segments.release(segment)
+        torch.cuda.synchronize()
+        assert kept is not None and saved.finish() == [kept]
+        whole = [(kept, 0, 47)]
+        needed = saved.needed(whole)
+        back = saved.restore(whole, needed)
+        assert back is not None
+        saved.count(whole, needed, back)
+        manager.counts.settle()
+        (arriving,) = manager.device._arriving
+        assert arriving.end is not None and not arriving.end.query(), "the host has waited for the bytes"
+        assert seen_by(manager, back[0].row) == before and not manager.device._arriving
+        manager.segments.release(back[0])
+        saved.drop_all()

@@ -296,6 +296,25 @@ def test_a_prefix_comes_back_once_and_for_who_is_admitted(world: World) -> None:
     world.listener.check()
 
 
+def test_what_comes_back_whole_is_counted_by_the_host(world: World) -> None:
+    """The device would read all that has just been asked for. Of a part it is not known what is in it."""
+    counts, count = world.manager.counts, host_of(world).saved.count
+    uncounted: list[int] = []
+
+    def counting(parts: list[Part], *more: Any) -> None:
+        assert len(counts.uncounted) == len(parts)
+        count(parts, *more)
+        uncounted.append(len(counts.uncounted))
+
+    host_of(world).saved.count = counting  # type: ignore[method-assign]
+    tokens = world.tokens(60)
+    served(world, tokens)
+    for asked, left in ((60, 0), (40, 1), (60, 0)):
+        evict_all(world)
+        assert admitted(world, [*tokens[:asked], 1]) == asked and uncounted.pop() == left
+        assert not uncounted
+
+
 @pytest.mark.parametrize("policy", [WRITE_BACK, WRITE_THROUGH, SELECTIVE])
 def test_the_policy_says_when_a_prefix_is_copied(policy: str) -> None:
     world = World(600, exact=False, host_pages=400, write_policy=policy)

@@ -600,6 +600,7 @@ class HostTier(PrefixSource):
             with tree.restoring(segment):
                 upto = key[: segment.hi], value[: segment.hi]
                 tree.insert(InsertParams(*upto, priority=getattr(req, "priority", None) or 0))
+        self.saved.count(parts, needed, segments)
         return tree.find(found).last_device_node
 
     def does_not_fit_alone(self, req: Any) -> None:
