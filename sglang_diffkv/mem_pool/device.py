@@ -115,10 +115,10 @@ class PageDevice:
     def flush(self) -> None:
         """Bring the device up to what the host has decided, on the current stream, without waiting: bytes of pages that
         are on their way, table blocks of rows, and what rows refer to."""
-        arriving, self._arriving = self._arriving, []
-        for beside in arriving:
+        for beside in self._arriving:
             if beside.end is not None:
                 torch.cuda.current_stream().wait_event(beside.end)
+        self._arriving.clear()
         self._flush_tables()
 
     def _flush_tables(self) -> None:

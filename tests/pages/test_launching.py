@@ -99,3 +99,15 @@ def test_bytes_on_their_way_are_waited_for_once_and_not_by_what_reads_no_page(mo
         assert forward.waited_for == [first, second] and not device._arriving
     device.flush()
     assert forward.waited_for == [first, second] and not schedulers.waited_for
+
+
+def test_what_comes_while_rows_attach_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bringing it attaches them first, behind what came before."""
+    device = make_manager(make_format("BF16", 64, page_tokens=8)).device
+    forward = Stream()
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda *index: forward)
+    monkeypatch.setattr(device.ops, "attach_paths", lambda paths: None)
+    device._arriving = [Beside("first", "copy")]  # type: ignore[arg-type]
+    device._attaching = [(1, [(7, 0, 8)])]
+    device.bring(lambda: "second")
+    assert forward.waited_for == ["copy"] and [x.result for x in device._arriving] == ["second"]
