@@ -107,9 +107,11 @@ class PageDevice:
 
         Args:
             allocates: whether they need memory beside the state's. If not, they wait for no other stream. reads_pages:
-                if not, they do not wait for bytes of pages that are on their way (``bring``).
+                if not, they do not wait for bytes of pages that are on their way (``bring``), unless rows are to attach
+                first: that looks for tokens in pages.
         """
         allocates = allocates or self.space.flush_allocates or len(self._attaching) > 1
+        reads_pages = reads_pages or bool(self._attaching)
         return Launching(self.stream, allocates, self.flush if reads_pages else self._flush_tables)
 
     def flush(self) -> None:
@@ -152,8 +154,8 @@ class PageDevice:
         """
         return self._launch_on("out", launch)
 
-    def _launch_on(self, name: str, launch: Callable[[], Result]) -> Beside[Result]:
-        with self.launching():
+    def _launch_on(self, name: str, launch: Callable[[], Result], *, reads_pages: bool = True) -> Beside[Result]:
+        with self.launching(reads_pages=reads_pages):
             if not self.state.pages.is_cuda:
                 return Beside(launch(), None)
             forward = torch.cuda.current_stream()
@@ -171,10 +173,9 @@ class PageDevice:
 
     def bring(self, launch: Callable[[], Any]) -> None:
         """``launch_beside``, on another stream, of copies to pages that nobody reads yet. What is launched from now on
-        comes behind them, but for what reads no page: so counts do not wait for bytes. What ``launch`` returns is kept
-        until then."""
-        beside = self._launch_on("in", launch)
-        self._arriving.append(beside)
+        comes behind them, but for what reads no page: so counts do not wait for bytes, nor for those that were brought
+        before. What ``launch`` returns is kept until then."""
+        self._arriving.append(self._launch_on("in", launch, reads_pages=False))
 
     def join(self, beside: Beside[Result]) -> Result:
         """What is launched from now on comes behind ``beside``. The host does not wait."""

@@ -294,7 +294,7 @@ class SavedRows:
         parts = [Chosen.of(saved, part.lo, part.hi) for saved, part in wanted]
         counts = np.stack([self._counts(part.saved, part.pages) for part in parts])  # [parts, heads, T]
         failed = False
-        with device.launching():
+        with device.launching(reads_pages=False):
             try:
                 chosen = np.concatenate([part.pages for part in parts])
                 pages = self._next_pages(int(chosen.sum()))

@@ -101,6 +101,31 @@ def test_bytes_on_their_way_are_waited_for_once_and_not_by_what_reads_no_page(mo
     assert forward.waited_for == [first, second] and not schedulers.waited_for
 
 
+def test_what_attaches_reads_pages(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A count that comes first behind gathered paths attaches them, which looks for tokens in their pages."""
+    device = make_manager(make_format("BF16", 64, page_tokens=8)).device
+    forward, done = Stream(), list[Any]()
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda *index: forward)
+    monkeypatch.setattr(device.ops, "attach_paths", lambda paths: done.append([*forward.waited_for]))
+    device._arriving = [Beside("bytes", "copy")]  # type: ignore[arg-type]
+    device._attaching = [(1, [(7, 0, 8)])]
+    with device.launching(reads_pages=False):
+        assert done == [["copy"]]
+
+
+def test_bytes_that_come_next_hold_up_no_count_behind_earlier_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are copied one behind the other, on one stream."""
+    device = make_manager(make_format("BF16", 64, page_tokens=8)).device
+    forward = Stream()
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda *index: forward)
+    device._arriving = [Beside("first", "copy")]  # type: ignore[arg-type]
+    device.bring(lambda: "second")
+    with device.launching(reads_pages=False):
+        assert not forward.waited_for and [x.result for x in device._arriving] == ["first", "second"]
+    with device.launching():
+        assert forward.waited_for == ["copy"] and not device._arriving
+
+
 def test_what_comes_while_rows_attach_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """Bringing it attaches them first, behind what came before."""
     device = make_manager(make_format("BF16", 64, page_tokens=8)).device

@@ -221,3 +221,19 @@ def test_the_staging_buffer_is_small() -> None:
     assert staging_pages(fmt, 10) == 1
     assert staging_pages(fmt, 6400) == 100
     assert staging_pages(fmt, 1 << 30) * fmt.page_bytes <= 16 << 20
+
+
+def test_what_comes_back_holds_up_nothing_for_what_came_before() -> None:
+    """Its rows and tables say nothing of bytes. A count of what is in the pages waits for those of both."""
+    manager = make_manager(pages=60)
+    saved, session = with_host(manager, 100), Session(manager)
+    session.extend({1: 20}, check=False)
+    session.end_prompt(1)
+    kept = saved.save(1, 19)
+    session.release(1)
+    assert kept is not None
+    for brought in (1, 2):
+        assert saved.restore(kept, 0) is not None and len(manager.device._arriving) == brought
+    manager.counts.settle()
+    assert not manager.device._arriving
+    check_integrity(manager)
