@@ -10,11 +10,13 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Protocol
 
 import torch
 
 from sglang_diffkv.attention.bounded import BoundedWrapper
+from sglang_diffkv.layout.ranks import OtherRankError
 from sglang_diffkv.mem_pool.page_manager import PageManager
 from sglang_diffkv.mem_pool.steps import LaunchedStep, PlannedStep
 from sglang_diffkv.releases import seen_on_gpu
@@ -69,8 +71,8 @@ class WholePasses:
         if not obstacle:
             try:
                 sizes = {"requests": REQUESTS, "tokens": TOKENS, "stored": stored}
-                passes = cls(manager, BoundedWrapper(manager.ops, **sizes, **form))
-            except torch.OutOfMemoryError:
+                passes = cls(manager, manager.ranks.together(lambda: BoundedWrapper(manager.ops, **sizes, **form)))
+            except (torch.OutOfMemoryError, OtherRankError):
                 obstacle = f"no {size} MiB are left"
         if obstacle:
             logger.info("DiffKV: short passes over prompts do not run as one CUDA graph: %s", obstacle)
@@ -160,7 +162,8 @@ class EitherGraph:
 
 
 def capture(runner_backend: Any, shape_key: Any, forward: Callable[[], Any], passes: WholePasses, out: Any) -> None:
-    """Behind SGLang's capture of passes of one size, where there is room for it: a graph of them whole.
+    """Behind SGLang's capture of passes of one size, where there is room for it on all ranks: a graph of them whole.
+    Ranks that replay others would add up different numbers of tokens.
 
     Args:
         runner_backend: SGLang's ``BreakableCudaGraphBackend``. shape_key: SGLang's name of the size. forward: the
@@ -169,8 +172,10 @@ def capture(runner_backend: Any, shape_key: Any, forward: Callable[[], Any], pas
     size = shape_key.size
     if passes.wants(size):
         try:
-            passes.add(size, lambda: _record(runner_backend, forward, passes.wrapper, out))
+            record = partial(_record, runner_backend, forward, passes.wrapper, out)
+            passes.manager.ranks.together(lambda: passes.add(size, record))
         except RuntimeError as error:  # for want of memory, as a rule; PyTorch has several errors for that
+            passes.graphs.pop(size, None)
             logger.warning(
                 "DiffKV: passes of %d new tokens do not run as one CUDA graph, and take longer: %s", size, error
             )  # fmt: skip

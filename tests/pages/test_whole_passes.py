@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from sglang_diffkv.attention.bounded import BoundedWrapper
+from sglang_diffkv.layout.ranks import Ranks
 from sglang_diffkv.layout.transfer import FixedNumbers
 from sglang_diffkv.mem_pool.page_manager import PageManager
 from sglang_diffkv.ops import ReferenceOps
@@ -21,6 +22,7 @@ from sglang_diffkv.srt.versions import compat
 from sglang_diffkv.srt.whole_passes import EitherGraph, WholePasses, capture
 from tests.kernels.triton_helpers import make_format, make_manager
 from tests.policies import diffkv_policy
+from tests.ranks import Pair
 
 SCORED = diffkv_policy(1.0, 0.0, 6, observe_every=1)
 SAMPLED = diffkv_policy(1.0, 0.0, 6, observe_every=4)
@@ -215,6 +217,54 @@ def test_captures(error: type[Exception], monkeypatch: pytest.MonkeyPatch, caplo
         assert isinstance(runner._graphs[key], EitherGraph) == (size < 2048)
     assert sorted(passes.graphs) == [8, 32]
     assert "passes of 16 new tokens do not run as one CUDA graph" in caplog.text and "CUDA out of memory" in caplog.text
+
+
+def test_ranks_have_the_same_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else one would fill a pass up, or replay a larger graph, where others do not, and their sums would not fit."""
+
+    def record(_runner: Any, _forward: Any, wrapper: BoundedWrapper, _out: Any) -> Graph:
+        if wrapper.tokens == 16 and wrapper.state is members[1].manager.state:
+            raise torch.OutOfMemoryError
+        return Graph()
+
+    def without_graphs(ranks: Ranks) -> WholePasses:
+        manager, passes = make_passes()
+        manager.ranks = ranks
+        passes.graphs.clear()
+        return passes
+
+    def captured(passes: WholePasses) -> list[int]:
+        for size in (32, 16):
+            capture(SimpleNamespace(_graphs={Size(size): Graph()}), Size(size), lambda: None, passes, None)
+        return sorted(passes.graphs)
+
+    pair = Pair(without_graphs)
+    members = pair.members
+    monkeypatch.setattr(whole_passes, "_record", record)
+    assert pair.each(captured) == [[32], [32]]
+
+
+def test_where_a_rank_has_no_memory_for_whole_passes_none_has_any(monkeypatch: pytest.MonkeyPatch) -> None:
+    managers: list[PageManager] = []
+
+    def manager_of(ranks: Ranks) -> PageManager:
+        manager = make_manager(
+            make_format("K8V4 K4V2", 64), policy=SCORED, pages=100, make_ops=lambda state: ReferenceOps(state, SCORED)
+        )
+        manager.ranks = ranks
+        managers.append(manager)
+        return manager
+
+    def wrapper_of(ops: Any, **form: Any) -> BoundedWrapper:
+        if ops is managers[1].ops:
+            raise torch.OutOfMemoryError
+        return BoundedWrapper(ops, **form)
+
+    monkeypatch.setattr(whole_passes, "_obstacle", lambda _manager: "")
+    monkeypatch.setattr(whole_passes, "BoundedWrapper", wrapper_of)
+    monkeypatch.setattr(whole_passes, "TOKENS", 64)
+    monkeypatch.setattr(whole_passes, "ROOM_BYTES", 1 << 17)
+    assert Pair(manager_of).each(lambda manager: WholePasses.create(manager, {}, 400)) == [None, None]
 
 
 def no_memory(*_args: Any, **_sizes: Any) -> None:
