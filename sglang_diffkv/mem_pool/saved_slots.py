@@ -195,7 +195,7 @@ class SlotStore:
     def restore(self, saved: SavedSlots, slots: torch.Tensor, start: int = 0) -> None:
         """What was saved from number ``start`` on goes to other slots (int64 [n]), in order with the passes."""
         runs = list(_part(saved.runs, start, len(slots)))
-        with self.device.launching():
+        with self.device.launching(reads_pages=False):
             _read_here(slots)
             for first, host in self._parts(runs, self._in):
                 memory = host if self._in is None else self._in[: len(host)].copy_(host, non_blocking=True)

@@ -20,6 +20,7 @@ from sglang_diffkv.mem_pool.saved_rows import SavedRow, SavedRows
 from tests.checks import check_contents
 from tests.dense import Dense, Session
 from tests.helpers import PAIR, make_format, make_manager, visible
+from tests.late import arrive_late
 from tests.pages.model import RowModel, SegmentModel
 from tests.pages.test_page_manager import SEARCH, PageManagerMachine
 from tests.policies import diffkv_policy
@@ -63,7 +64,10 @@ class SavedRowsMachine(PageManagerMachine):
         rows = [row for row in self.model.rows if not self.manager.rows.in_prompt(row)]
         if not rows:
             return self.progress(data)
-        saved = self.manager.saved or with_host(self.manager, 60)
+        saved = self.manager.saved
+        if saved is None:
+            saved = with_host(self.manager, 60)
+            arrive_late(self.manager.device)
         row = data.draw(st.sampled_from(rows))
         model, free = self.model.rows[row], saved.host.free
         hi = data.draw(st.integers(max(model.length - 2, 1), model.length))

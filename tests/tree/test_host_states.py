@@ -475,7 +475,9 @@ def test_slots_of_any_shape_come_back_as_they_were(staged: int) -> None:
     for buffer in buffers:
         buffer.zero_()
     places = torch.tensor([1, 3, 8])
+    device._arriving = [Beside(None, None)]
     store.restore(saved, places, start=1)
+    assert device._arriving, "they have waited for bytes of pages"
     for buffer, was in zip(buffers, before, strict=True):
         assert torch.equal(buffer[:, places], was[:, 1:4]) and not buffer[:, [0, 2, 4, 5, 6, 7, 9, 10]].any()
     with pytest.raises(AssertionError, match="fewer pages"):
