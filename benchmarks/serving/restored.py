@@ -10,6 +10,7 @@ in the page cache of the operating system. Example:
 
     HOST="--enable-hierarchical-cache --hicache-size 24 --hicache-write-policy write_through"
     STORE="--hicache-storage-backend file --hicache-storage-prefetch-policy wait_complete"
+    export SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR=$(mktemp -d)
     python -m benchmarks.serving.restored --geometry llama3-8b --kv-gib 2 --max-running 24 --prompt 8000 \\
         --backends "fa3:fp8_e4m3 $HOST $STORE" --diffkv "default $HOST $STORE={}"
 
