@@ -40,6 +40,8 @@ FOLD_PROGRAMS = 64
 NEW_KEYS, NEW_QUERIES = 128, 64
 """Keys of a program of the scores of new tokens, up to head_dim 128, and queries of an iteration. With 128 queries it
 takes a fifth longer (H200, 1,000 to 8,000 tokens)."""
+STORED_QUERIES = 128
+"""The same of the scores of stored tokens, up to head_dim 128. With 64 queries it takes up to a third longer (H200)."""
 
 
 @cache
@@ -374,7 +376,8 @@ def prepare_stored_sums(
             *observers, first, into, batch, heads, None, total, None, sm_scale, logit_cap,
         ),
         dict(
-            D=dim, M=NEW_QUERIES, N=tile, ASM=not INTERPRETED, **common, num_warps=4, num_stages=2
+            D=dim, M=STORED_QUERIES if dim <= 128 else NEW_QUERIES, N=tile, ASM=not INTERPRETED, **common, num_warps=4,
+            num_stages=2,
         ),
     )  # fmt: skip
 

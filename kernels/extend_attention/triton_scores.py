@@ -46,19 +46,43 @@ def sampled(number, prefix, every):
 
 
 @triton.jit
+def tile_of_queries(
+    tile, sampled_tiles, first_sampled, last_sampled, prefix, every, begin, extend, m, M: tl.constexpr,
+    SAMPLED: tl.constexpr,
+):  # fmt: skip
+    """New tokens [M] of a tile, by number, and which of them are asked. The first ``sampled_tiles`` have sampled ones,
+    the others those from ``begin`` on."""
+    query = begin + (tile - sampled_tiles) * M + m
+    asked = query < extend
+    if SAMPLED:
+        number = first_sampled + tile * M + m
+        query = tl.where(tile < sampled_tiles, sampled(number, prefix, every), query)
+        asked = tl.where(tile < sampled_tiles, number < last_sampled, asked)
+    return query, asked
+
+
+@triton.jit
+def logits_of(
+    q, q_stride, q_head, k, token, asked, query_head, factor, logit_cap, D: tl.constexpr, HAS_CAP: tl.constexpr
+):
+    """[N, M], base 2: keys ``k`` [N, D] with those of one head's queries of tokens ``token`` [M] that are ``asked``."""
+    d = tl.arange(0, dot_padded(D))
+    inside = asked[None, :] & (d[:, None] < D)
+    q_ptr = q + token * q_stride + query_head * q_head
+    x = tl.load(q_ptr[None, :] + d[:, None], mask=inside, other=0.0).to(k.dtype)  # [D, M]
+    return capped(tl.dot(k, x) * factor, logit_cap, HAS_CAP)
+
+
+@triton.jit
 def received_from(
     q, q_stride, q_head, lse, lse_stride, lse_head, lse_unit, k, start, column, query, asked, query_head, factor,
     logit_cap, D: tl.constexpr, CAUSAL: tl.constexpr, HAS_CAP: tl.constexpr,
 ):  # fmt: skip
     """What [N] keys ``k`` [N, D] receive from those of queries ``query`` [M] of one head that are ``asked``;
     ``CAUSAL``: from later ones."""
-    d = tl.arange(0, dot_padded(D))
     token = (start + query).to(tl.int64)
-    inside = asked[None, :] & (d[:, None] < D)
-    q_ptr = q + token * q_stride + query_head * q_head
-    x = tl.load(q_ptr[None, :] + d[:, None], mask=inside, other=0.0).to(k.dtype)  # [D, M]
     norm = tl.load(lse + token * lse_stride + query_head * lse_head, mask=asked, other=float("inf")) * lse_unit
-    s = capped(tl.dot(k, x) * factor, logit_cap, HAS_CAP) - norm[None, :]
+    s = logits_of(q, q_stride, q_head, k, token, asked, query_head, factor, logit_cap, D, HAS_CAP) - norm[None, :]
     if CAUSAL:
         s = tl.where(query[None, :] > column[:, None], s, float("-inf"))
     return tl.sum(tl.exp2(s), 1)
@@ -209,28 +233,49 @@ def stored_sums_kernel(
         silent = tl.minimum(tl.maximum(tl.load(since + b).to(tl.int32) - prefix, 0), extend)
         if SAMPLED:
             step = tl.load(every + b).to(tl.int32)
+    sampled_tiles = 0
+    first_sampled = 0
+    last_sampled = 0
+    if SAMPLED:
+        first_sampled = prefix // step
+        last_sampled = (prefix + silent) // step
+        sampled_tiles = tl.cdiv(last_sampled - first_sampled, M)
+    tiles = sampled_tiles + tl.cdiv(extend - silent, M)
     received = tl.zeros([N], tl.float32)
+    of_head = tl.zeros([N], tl.float32)
     m = tl.arange(0, M)
     factor = sm_scale * LOG2E
     head = first_head + column_head
-    for g in range(G):
-        at = head * G + g
-        sum_of_head = tl.zeros([N], tl.float32)
-        if SAMPLED:
-            last = (prefix + silent) // step
-            for some in range(prefix // step, last, M):
-                query = sampled(some + m, prefix, step)
-                sum_of_head += received_from(
-                    q, q_stride, q_head, lse, lse_stride, lse_head, lse_unit, k, start, column, query, some + m < last,
-                    at, factor, logit_cap, D, False, HAS_CAP,
-                )  # fmt: skip
-            sum_of_head *= step
-        for begin in range(silent, extend, M):
-            sum_of_head += received_from(
-                q, q_stride, q_head, lse, lse_stride, lse_head, lse_unit, k, start, column, begin + m,
-                begin + m < extend, at, factor, logit_cap, D, False, HAS_CAP,
-            )  # fmt: skip
-        received = received + sum_of_head if MEAN else tl.maximum(received, sum_of_head)
+    query, asked = tile_of_queries(
+        0, sampled_tiles, first_sampled, last_sampled, prefix, step, silent, extend, m, M, SAMPLED
+    )
+    token = (start + query).to(tl.int64)
+    norm = tl.load(lse + token * lse_stride + head * G * lse_head, mask=asked, other=float("inf"))
+    for number in range(tiles * G):  # one loop for all heads of a group: a short one for each would begin anew
+        g = number // tiles
+        at = number - g * tiles
+        query, asked = tile_of_queries(
+            at, sampled_tiles, first_sampled, last_sampled, prefix, step, silent, extend, m, M, SAMPLED
+        )
+        s = logits_of(
+            q, q_stride, q_head, k, (start + query).to(tl.int64), asked, head * G + g, factor, logit_cap, D, HAS_CAP
+        )
+        next_g = (number + 1) // tiles
+        query, asked = tile_of_queries(
+            number + 1 - next_g * tiles, sampled_tiles, first_sampled, last_sampled, prefix, step, silent, extend, m, M,
+            SAMPLED,
+        )  # fmt: skip
+        token = (start + query).to(tl.int64)
+        next_norm = tl.load(
+            lse + token * lse_stride + (head * G + next_g) * lse_head, mask=asked & (next_g < G), other=float("inf")
+        )
+        weight = tl.where(at < sampled_tiles, step, 1).to(tl.float32)
+        of_head += tl.sum(tl.exp2(s - (norm * lse_unit)[None, :]), 1) * weight
+        norm = next_norm
+        ends = at == tiles - 1
+        joined = received + of_head if MEAN else tl.maximum(received, of_head)
+        received = tl.where(ends, joined, received)
+        of_head = tl.where(ends, 0.0, of_head)
     if MEAN:
         received = received / G
     tl.store(sums + head.to(tl.int64) * total + place, received, mask=live)

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from sglang_diffkv.attention.wrappers import ExtendWrapper
+from sglang_diffkv.kernels.extend_attention import triton as extend
 from sglang_diffkv.kernels.rotate.fitted import NOT_FITTED, FittedTransform
 from sglang_diffkv.kernels.rotate.reference import NO_ROTATION, Rotation
 from sglang_diffkv.kernels.to_e4m3 import reference
@@ -35,6 +36,12 @@ WINDOW = diffkv_policy(1e9, 0.0, 6)
 SCORED = diffkv_policy(1.0, 0.0, 6, observe_every=1)
 SAMPLED = diffkv_policy(1.0, 0.0, 6, observe_every=4)
 BOTH = Rotation(True, True)
+
+
+@pytest.fixture(autouse=True, params=[16, 128] if DEVICE == "cpu" else [128], ids=lambda queries: f"{queries} at once")
+def queries_at_once(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the scores of stored tokens: a pass of these tests has one tile or several. On a GPU as it is served."""
+    monkeypatch.setattr(extend, "STORED_QUERIES", request.param)
 
 
 @dataclass
