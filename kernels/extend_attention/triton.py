@@ -41,7 +41,7 @@ NEW_KEYS, NEW_QUERIES = 128, 64
 """Keys of a program of the scores of new tokens, up to head_dim 128, and queries of an iteration. With 128 queries it
 takes a fifth longer (H200, 1,000 to 8,000 tokens)."""
 STORED_QUERIES = 128
-"""The same of the scores of stored tokens, up to head_dim 128. With 64 queries it takes up to a third longer (H200)."""
+"""The same of the scores of stored tokens, up to head_dim 128. With 64 queries it takes up to a fifth longer (H200)."""
 
 
 @cache
