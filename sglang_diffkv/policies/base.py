@@ -26,7 +26,7 @@ NEVER = float(1 << 27)
 """No token receives so many times the mean attention: a mean over one token is 1, and a sequence has fewer tokens."""
 
 
-SAMPLED = 1024
+SAMPLED = 512
 """Tokens of a prompt that observe beside the newest ones, at most, where they are sampled."""
 
 

@@ -108,9 +108,9 @@ def test_sampling_is_an_option_of_long_prompts():
 
 def test_of_longer_prompts_fewer_are_sampled():
     of = DiffKVPolicyConfig().build().observation
-    assert of.every_of([1, 4096, 4097, 8192, 8193, 30_000, 131_072]) == [4, 4, 8, 8, 16, 32, 64]
+    assert of.every_of([1, 2048, 2049, 4096, 4097, 30_000, 131_072]) == [4, 4, 8, 8, 16, 64, 64]
     assert DiffKVPolicyConfig(window=12).build().observation.every_of([4097, 30_000]) == [8, 8], "at most the window"
-    assert DiffKVPolicyConfig(observe_every=3).build().observation.every_of([3072, 3073, 10**6]) == [3, 6, 48]
+    assert DiffKVPolicyConfig(observe_every=3).build().observation.every_of([1536, 1537, 10**6]) == [3, 6, 48]
     assert Observation().every_of([10**6]) == [0] and Observation(queries=8).every_of([10**6]) == [0]
 
 
