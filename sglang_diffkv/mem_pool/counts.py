@@ -227,8 +227,8 @@ class PageCounts:
         self.uncounted[segment.row] = segment
 
     def know(self, segment: Segment, pages: int, mine: int, held: tuple[int, ...]) -> None:
-        """What the next snapshot would count of a segment: its ``pages``, of which this rank has ``mine``, and what it
-        holds."""
+        """What a snapshot counts of a segment: its ``pages``, of which this rank has ``mine``, and what it holds. One
+        that was counted stays as it is."""
         if self.uncounted.pop(segment.row, None) is not None:
             segment.pages, segment.held = pages, held
             self.ranks.count(segment.row, pages, mine)
@@ -327,11 +327,9 @@ class PageCounts:
                     self._loose.discard(row)
             counted = (values[:-1, ENTRIES], mine[:-1, ENTRIES], values[:-1, -tiers:], snapshot.rows)
             for pages, here, held, row in zip(*(x[new].tolist() for x in counted), strict=True):
-                if segment := self.uncounted.pop(row, None):
-                    segment.pages, segment.held = pages, tuple(held)
+                if segment := self.uncounted.get(row):
                     self.device.space.shrink(row)
-                    self.ranks.count(row, pages, here)
-                    self.on_counted(segment)
+                    self.know(segment, pages, here, tuple(held))
             self.counted_step = snapshot.step
 
     def _apply(self, snapshot: Snapshot, values: np.ndarray, told: np.ndarray) -> None:

@@ -192,17 +192,23 @@ def test_a_row_that_lost_tokens_is_not_saved() -> None:
     assert saved.save(1, 19) is not None
 
 
-@pytest.mark.parametrize("calls", range(4))
-def test_without_memory_to_list_its_pages_nothing_is_restored(calls: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The scheduler goes on: the request is computed again."""
+def prompt_on_the_host() -> tuple[PageManager, SavedRows, SavedRow]:
+    """A prompt of 20 tokens that has left the device; 19 are kept."""
     manager = make_manager(pages=60)
     saved, session = with_host(manager, 100), Session(manager)
     session.extend({1: 20}, check=False)
     session.end_prompt(1)
     kept = saved.save(1, 19)
     session.release(1)
-    rows, blocks = manager.segments.rows_free, len(manager.space.free_blocks)
     assert kept is not None
+    return manager, saved, kept
+
+
+@pytest.mark.parametrize("calls", range(4))
+def test_without_memory_to_list_its_pages_nothing_is_restored(calls: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The scheduler goes on: the request is computed again."""
+    manager, saved, kept = prompt_on_the_host()
+    rows, blocks = manager.segments.rows_free, len(manager.space.free_blocks)
     to_device, left = manager.device.to_device, iter(range(calls))
 
     def no_memory(numbers: object) -> torch.Tensor:
@@ -229,13 +235,7 @@ def test_the_staging_buffer_is_small() -> None:
 
 def test_what_comes_back_holds_up_nothing_for_what_came_before() -> None:
     """Its rows and tables say nothing of bytes. A count of what is in the pages waits for those of both."""
-    manager = make_manager(pages=60)
-    saved, session = with_host(manager, 100), Session(manager)
-    session.extend({1: 20}, check=False)
-    session.end_prompt(1)
-    kept = saved.save(1, 19)
-    session.release(1)
-    assert kept is not None
+    manager, saved, kept = prompt_on_the_host()
     for brought in (1, 2):
         assert saved.restore(kept, 0) is not None and len(manager.device._arriving) == brought
     manager.counts.settle()
