@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ from sglang_diffkv.evaluate.ports import Port
 from sglang_diffkv.evaluate.server import Server
 from sglang_diffkv.srt.versions import compat
 from tests.servers.loopback.mooncake.engine import SECONDS_ENV
-from tests.servers.shared import START_TIMEOUT, STRICT
+from tests.servers.shared import START_TIMEOUT, STRICT, stats_of
 
 MARKS = [
     pytest.mark.server,
@@ -115,6 +115,31 @@ class Pair:
         response = self.ask(request(prompt, new_tokens, **more))
         response.raise_for_status()
         return list(response.json()["output_ids"])
+
+    def until_retracted(
+        self, prompts: Sequence[Sequence[int]], lengths: Sequence[int]
+    ) -> Iterator[tuple[int, list[list[int]]]]:
+        """Each length, and replies of it to all prompts at once, until a retracted request has come back.
+
+        How many requests meet is the machine's choice: short replies may end before other prompts have come.
+
+        Raises:
+            AssertionError: none was retracted, one was lost, or one did not come back.
+        """
+
+        def transfer() -> dict[str, int]:
+            return dict(stats_of(self.decode)["transfer"])
+
+        before = found = transfer()
+        for length in lengths:
+            with ThreadPoolExecutor(len(prompts)) as threads:
+                replies = list(threads.map(lambda x: self.reply(x, length), prompts))  # noqa: B023
+            found = transfer()
+            yield length, replies
+            if found["retracted_kept"] > before["retracted_kept"]:
+                break
+        kept = found["retracted_kept"]
+        assert kept == found["retracted_restored"] > before["retracted_kept"] and not found["retracted_lost"], found
 
 
 def request(prompt: Sequence[int], new_tokens: int, **more: Any) -> dict[str, Any]:

@@ -39,9 +39,8 @@ PROMPTS = [prompt(5, 2), prompt(47, 3), prompt(333, 4), PREFIX + prompt(70, 5), 
 
 ROOMY = ("--max-total-tokens", "16384", "--chunked-prefill-size", "128")
 TIGHT = ("--max-total-tokens", "620", "--num-reserved-decode-tokens", "16")
-"""Three or four of the replies below fill the pool of the decode server."""
-
-
+LENGTHS = (100, 200, 400)
+"""Of replies that are to fill it together. Of the longest it has no room for two, of the others for three or four."""
 SMALL = ("--max-total-tokens", "1000", "--num-reserved-decode-tokens", "16")
 ROUNDING = 0.1
 """Of log-probabilities."""
@@ -102,14 +101,8 @@ def test_sglang_s_router_asks_both_servers(pairs: dict[str, Pair], shared_server
 def test_a_full_decode_server_retracts_and_all_replies_are_those_of_a_roomy_one(pairs: dict[str, Pair]) -> None:
     two = pairs["lossless"]
     prompts = [prompt(60 + 17 * k, 10 + k) for k in range(5)]
-    alone = [two.reply(x, 100) for x in prompts]
-    for _ in range(5):  # until as many have met as the pool has no room for
-        with ThreadPoolExecutor(len(prompts)) as threads:
-            together = list(threads.map(lambda x: two.reply(x, 100), prompts))
-        assert together == alone
-        if (found := stats_of(two.decode)["transfer"])["retracted_kept"]:
-            break
-    assert found["retracted_kept"] == found["retracted_restored"] > 0 and not found["retracted_lost"]
+    for length, together in two.until_retracted(prompts, LENGTHS):
+        assert together == [two.reply(x, length) for x in prompts]
     settled(two)
 
 
@@ -190,16 +183,10 @@ def test_a_full_decode_server_with_a_prefix_cache_makes_room(chatting: dict[str,
     assert stats_of(two.prefill)["transfer"]["pages_left"] == left
     assert two.reply(asked, 60) == first
     prompts = [prompt(100 + 17 * k, 90 + k) for k in range(5)]
-    alone = [two.ask({**request(x, 100), "return_logprob": True, "top_logprobs_num": 2}).json() for x in prompts]
-    kept = stats_of(two.decode)["transfer"]["retracted_kept"]
-    for _ in range(5):
-        with ThreadPoolExecutor(len(prompts)) as threads:
-            together = list(threads.map(lambda x: two.reply(x, 100), prompts))
-        for tokens, expected in zip(together, alone, strict=True):
-            same_up_to_a_tie(tokens, expected)
-        if (found := stats_of(two.decode)["transfer"])["retracted_kept"] > kept:
-            break
-    assert found["retracted_kept"] == found["retracted_restored"] > kept and not found["retracted_lost"]
+    for length, together in two.until_retracted(prompts, LENGTHS):
+        for asked, tokens in zip(prompts, together, strict=True):
+            alone = two.ask({**request(asked, length), "return_logprob": True, "top_logprobs_num": 2})
+            same_up_to_a_tie(tokens, alone.json())
     settled(two)
 
 

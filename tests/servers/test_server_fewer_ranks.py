@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +25,7 @@ from tests.servers.test_server_disaggregation import (
     CHATS,
     DEFAULT,
     KEEPS_PREFIXES,
+    LENGTHS,
     LOSSLESS,
     PROMPTS,
     ROOMY,
@@ -106,13 +106,8 @@ def test_a_full_lossless_server_gives_the_tokens_of_one(server_of: Callable[...,
         for tokens, reply in zip(PROMPTS, replies, strict=True):
             equal_but_for_rounding(reply, one.generate({**asked(tokens), "top_logprobs_num": 2}), ROUNDING)
         prompts = [prompt(100 + 17 * k, 10 + k) for k in range(4)]
-        alone = [pair.reply(x, 60) for x in prompts]
-        for _ in range(5):
-            with ThreadPoolExecutor(len(prompts)) as threads:
-                assert list(threads.map(lambda x: pair.reply(x, 60), prompts)) == alone
-            if (found := stats_of(pair.decode)["transfer"])["retracted_kept"]:
-                break
-        assert found["retracted_kept"] == found["retracted_restored"] > 0 and not found["retracted_lost"]
+        for length, together in pair.until_retracted(prompts, LENGTHS):
+            assert together == [pair.reply(x, length) for x in prompts]
         settled(pair)
 
 

@@ -25,6 +25,7 @@ from tests.servers.test_server_disaggregation import (
     CHATS,
     DEFAULT,
     HELD_SECONDS,
+    LENGTHS,
     LOSSLESS,
     PROMPTS,
     ROOMY,
@@ -113,13 +114,8 @@ def test_a_full_lossless_server_of_two_ranks_gives_the_tokens_of_one(server_of: 
     with Pair(LOSSLESS, ROOMY, decode_args=TIGHT, ranks=2) as pair:
         same_as_one(pair, LOSSLESS, server_of)
         prompts = [prompt(100 + 17 * k, 10 + k) for k in range(4)]
-        alone = [pair.reply(x, 60) for x in prompts]
-        for _ in range(5):
-            with ThreadPoolExecutor(len(prompts)) as threads:
-                assert list(threads.map(lambda x: pair.reply(x, 60), prompts)) == alone
-            if (found := stats_of(pair.decode)["transfer"])["retracted_kept"]:
-                break
-        assert found["retracted_kept"] == found["retracted_restored"] > 0 and not found["retracted_lost"]
+        for length, together in pair.until_retracted(prompts, LENGTHS):
+            assert together == [pair.reply(x, length) for x in prompts]
         settled(pair)
 
 
