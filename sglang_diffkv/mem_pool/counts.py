@@ -167,7 +167,8 @@ class PageCounts:
         self._snapshots: deque[Snapshot] = deque()
         self._unreported: deque[int] = deque()  # planned steps whose results were not processed yet
         self._faults: dict[int, Faults] = {}  # of such steps, by number, where they come to the host by themselves
-        self._settled = -1
+        self._settled = -1  # the tick at which counts were the device's
+        self._exact = False  # whether they were, but for no planned step
         self._numbers: tuple[list[int], torch.Tensor] = ([-1], torch.empty(0))
         """What the last snapshot had to know, here and on the device."""
 
@@ -190,9 +191,13 @@ class PageCounts:
 
     # Operations of the host
 
-    def record(self, pages: int) -> None:
-        """An operation that returns at least ``pages``, or takes at most ``-pages``."""
+    def record(self, pages: int, *, exactly: bool = False) -> None:
+        """An operation that returns at least ``pages``, or takes at most ``-pages``. ``exactly``: neither more nor less,
+        so what is settled stays settled."""
+        stays = exactly and self._exact and self._settled == self.tick
         self.tick += 1
+        if stays:
+            self._settled = self.tick
         if pages:
             self.log.append((self.tick, pages))
 
@@ -203,16 +208,17 @@ class PageCounts:
             grows: False for a segment, which takes no pages by itself.
             decoded: a decode step of the row may be launched and not counted.
         """
-        self.record(-int(self.demand[row]) if decoded else 0)
+        self.record(-int(self.demand[row]) if decoded else 0, exactly=not (grows or decoded))
         self.changed[row] = self.tick
         self.demand[row] = self.unknown if grows else 0
         self.private[row] = self.pages[row] = 0
         if grows:
             self._loose.add(row)
 
-    def forget(self, row: int, *, private: int | None = None) -> None:
-        """A row is released; its private pages, or as many as given, are free from now on."""
-        self.record(int(self.private[row]) if private is None else private)
+    def forget(self, row: int, *, private: int | None = None, exactly: bool = False) -> None:
+        """A row is released; its private pages, or as many as given, are free from now on. ``exactly``: no more than
+        these."""
+        self.record(int(self.private[row]) if private is None else private, exactly=exactly)
         self.changed[row] = self.tick
         self.demand[row] = self.private[row] = self.pages[row] = 0
         self.faulted.discard(row)
@@ -348,12 +354,17 @@ class PageCounts:
         self.faults += len(found)
         self.faulted |= found
 
+    @property
+    def settled(self) -> bool:
+        """Whether the host's counts are the device's, and nothing is to be counted."""
+        return self._settled == self.tick and not self.uncounted and not self._snapshots
+
     def settle(self) -> None:
-        """Settle the host's counts: they are the device's. Waits for the device."""
-        if self._settled != self.tick or self._snapshots:
+        """Settle the host's counts: they are the device's. Waits for the device, unless they are settled."""
+        if not self.settled:
             self.take_snapshot()
             self.refresh()
-            self._settled = self.tick
+            self._settled, self._exact = self.tick, self.upcoming is None
 
     @property
     def overtakes(self) -> bool:

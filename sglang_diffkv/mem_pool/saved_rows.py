@@ -316,7 +316,7 @@ class SavedRows:
             state.entries[at] = state.kept_entry[at] = state.own_entry[at] = entries
             state.own_tokens.index_fill_(0, at, 0)
             state.hole.index_fill_(0, at, EMPTY)
-        self.counts.record(-sum(x.pages for x in needed))
+        self.counts.record(-sum(x.pages for x in needed), exactly=True)
         segments = [replace(part, row=row) for (_, part), row in zip(wanted, rows, strict=True)]
         for segment in segments:
             self.segments.add(segment)

@@ -120,10 +120,10 @@ class SegmentStore:
 
     # Release
 
-    def _empty(self, row: int, *, private: int | None = None) -> None:
-        """Give up a segment's row, with ``private`` pages that no other row refers to, at least."""
+    def _empty(self, row: int, *, private: int | None = None, exactly: bool = False) -> None:
+        """Give up a segment's row, with ``private`` pages that no other row refers to: at least, or ``exactly``."""
         self.return_row(row)
-        self.counts.forget(row, private=private)
+        self.counts.forget(row, private=private, exactly=exactly)
 
     def release(self, segment: Segment, *, exclusive: bool = False) -> None:
         """Drop a segment. Rows that refer to its pages keep them.
@@ -132,8 +132,9 @@ class SegmentStore:
         """
         self._changing(segment)
         self.cached.remove(segment)
+        known = exclusive and segment.row not in self.counts.uncounted
         self.counts.dropped(segment)
-        self._empty(segment.row, private=segment.pages if exclusive else 0)
+        self._empty(segment.row, private=segment.pages if exclusive else 0, exactly=known)
         segment.pages = 0
 
     def release_all(self) -> None:

@@ -1074,7 +1074,7 @@ def test_a_request_that_cannot_begin_on_one_rank_begins_on_none(
     assert sorted(traces) == ([False, True] if how == "cannot" else [False]), "a rank that did nothing wrong traces it"
     pair.each(lambda world: world.requests.ranks_meet())
     for world in pair.members:
-        assert not world.manager.rows and world.manager.counts._settled == world.manager.counts.tick
+        assert not world.manager.rows and world.manager.counts.settled
         check(world.manager)
 
 
