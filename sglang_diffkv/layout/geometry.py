@@ -56,7 +56,7 @@ def kv_slots_for(
 class Segment:
     """Pages that the prefix cache holds for positions [lo, hi) of some sequence.
 
-    ``pages`` is 0 and ``held`` empty until the manager has counted them. ``held``: tokens of each tier, over all
+    ``pages`` is 0 and ``held`` empty until the manager knows them. ``held``: tokens of each tier, over all
     (layer, head) pairs. ``nodes`` counts the tree nodes that refer to the segment
     (splitting a node adds one and moves no byte). ``as_computed``: every token is there, in the high tier and in
     order, and the first page of each head begins with position ``first``.

@@ -127,7 +127,8 @@ class PageCounts:
     Attributes:
         tick: grows with every change of who owns pages. faulted: rows that found the ring empty.
         faults: requests that ever did. pages: [rows] those that a row referred to when it was last counted.
-        private: [rows] those that leave with it, at least. uncounted: row -> segment whose pages are not known yet.
+        private: [rows] those that leave with it, at least. uncounted: row -> segment of which it is not known
+            yet what it holds, nor, as a rule, its pages.
         upcoming: the planned step while its kernels are not launched.
         waits: whether reading a bound may wait for the device; if not, bounds are by what the host knows already.
     """
@@ -236,7 +237,18 @@ class PageCounts:
         """What a snapshot counts of a segment: its ``pages``, of which this rank has ``mine``, and what it holds. One
         that was counted stays as it is."""
         if self.uncounted.pop(segment.row, None) is not None:
-            segment.pages, segment.held = pages, held
+            segment.held = held
+            self._know_pages(segment, pages, mine)
+
+    def expect(self, segment: Segment, pages: int) -> None:
+        """The host knows the pages of an uncounted segment, but not what it holds. With several ranks it is left to a
+        snapshot, which they exchange."""
+        if self.ranks.ranks.alone:
+            self._know_pages(segment, pages, pages)
+
+    def _know_pages(self, segment: Segment, pages: int, mine: int) -> None:
+        if not segment.pages:
+            segment.pages = pages
             self.ranks.count(segment.row, pages, mine)
             self.on_counted(segment)
 
@@ -356,12 +368,14 @@ class PageCounts:
 
     @property
     def settled(self) -> bool:
-        """Whether the host's counts are the device's, and nothing is to be counted."""
-        return self._settled == self.tick and not self.uncounted and not self._snapshots
+        """Whether the host knows the device's pages, those of all segments too."""
+        known = self._settled == self.tick and not self._snapshots
+        return known and all(segment.pages for segment in self.uncounted.values())
 
     def settle(self) -> None:
-        """Settle the host's counts: they are the device's. Waits for the device, unless they are settled."""
-        if not self.settled:
+        """Settle the host's counts: they are the device's, and no segment is uncounted. Waits for the device, unless
+        that is so already."""
+        if self.uncounted or not self.settled:
             self.take_snapshot()
             self.refresh()
             self._settled, self._exact = self.tick, self.upcoming is None
@@ -393,7 +407,7 @@ class PageCounts:
         One rank alone does so whenever it reads a bound. Several exchange their counts, so reading a bound must not,
         and all of them call this before a step is scheduled.
         """
-        if not self.rows and not self.overtakes:
+        if not (self.rows or self.overtakes or self.settled):
             self.settle()
         self.refresh()
 

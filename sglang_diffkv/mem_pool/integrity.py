@@ -45,7 +45,7 @@ def check_bounds(manager: PageManager) -> None:
     known = [segment for segment in manager.segments.cached if segment.row not in manager.counts.uncounted]
     for segment in manager.segments.cached:
         held = manager.counts.ranks.held(segment.row, segment.pages)
-        pages = manager.device.pages_of(segment.row) if segment in known else 0
+        pages = manager.device.pages_of(segment.row) if segment in known or segment.pages else 0
         assert held == pages, "a segment miscounts its pages"
     measured = manager.device.measure([(segment.row, segment.lo, segment.hi) for segment in known])
     for segment, tokens in zip(known, measured[..., :-1].sum((1, 2)).tolist(), strict=True):

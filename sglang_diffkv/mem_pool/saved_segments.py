@@ -329,11 +329,14 @@ class SavedSegments:
         needed: Sequence[Needed],
         segments: Sequence[Segment],
     ) -> None:
-        """Of restored segments that the prefix cache names by now: those that are all of what was saved need not be
-        counted on the device, which would wait for their bytes."""
+        """Of restored segments that the prefix cache names by now: the host knows their pages. Those that are all of
+        what was saved need not be counted on the device, which would wait for their bytes."""
+        counts = self.rows.counts
         for (saved, lo, hi), takes, segment in zip(parts, needed, segments, strict=True):
             if saved.held and (lo, hi) == (saved.start, saved.hi):
-                self.rows.counts.know(segment, takes.pages, saved.pages_from(lo, hi), saved.held)
+                counts.know(segment, takes.pages, saved.pages_from(lo, hi), saved.held)
+            else:
+                counts.expect(segment, takes.pages)
 
     def _drafts_in(self, parts: Sequence[tuple[SavedSegment, int, int]], kv_slots: torch.Tensor | None) -> None:
         if self.drafts is None:

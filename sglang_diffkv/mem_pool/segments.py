@@ -221,7 +221,7 @@ class SegmentStore:
         they are whole segments and counted."""
         geometry = self.device.geometry
         most = geometry.most_pages(parts[-1][2] - parts[0][1])
-        if not all(segment.pages and (segment.lo, segment.hi) == (lo, hi) for segment, lo, hi in parts):
+        if not all(x.pages and x.held and (x.lo, x.hi) == (lo, hi) for x, lo, hi in parts):
             return most
         each = zip(self.held(parts), geometry.fmt.layouts, strict=True)
         if settling:  # as many as before, but for the pages that each tier may begin, and a whole one of what is over

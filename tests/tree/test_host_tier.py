@@ -301,15 +301,16 @@ def test_a_prefix_comes_back_once_and_for_who_is_admitted(world: World) -> None:
     world.listener.check()
 
 
-def test_what_comes_back_whole_is_counted_by_the_host(world: World) -> None:
-    """The device would read all that has just been asked for. Of a part it is not known what is in it."""
+def test_pages_of_what_comes_back_are_known_to_the_host(world: World) -> None:
+    """The device would read all that has just been asked for to count them. Of a part it is not known what is in it."""
     counts, count = world.manager.counts, host_of(world).saved.count
     uncounted: list[int] = []
 
     def counting(parts: list[Part], *more: Any) -> None:
-        assert len(counts.uncounted) == len(parts)
+        assert len(counts.uncounted) == len(parts) and not counts.settled
         count(parts, *more)
         uncounted.append(len(counts.uncounted))
+        assert counts.settled and counts.free() == world.manager.device.free_pages()
 
     host_of(world).saved.count = counting  # type: ignore[method-assign]
     tokens = world.tokens(60)
