@@ -78,7 +78,7 @@ def running(server: Server) -> Iterator[dict[str, Any]]:
     """Requests run, and stand still: what the server says of them is true until the block ends."""
     prompts = [tokens(60 + 40 * n, n) for n in range(RUNNING)]
     with ThreadPoolExecutor(RUNNING) as threads:
-        asked = [threads.submit(ask, server, x, 150, TENANTS[0]) for x in prompts]
+        asked = [threads.submit(ask, server, x, 300, TENANTS[0]) for x in prompts]
         end = time.monotonic() + 60
         while len([x for x in stats_of(server)["running"] if x["tokens"] > 64]) < RUNNING:
             assert time.monotonic() < end, "they do not run"

@@ -164,8 +164,8 @@ def test_no_more_run_than_have_query_slots(server_of: Callable[..., Server]) -> 
     args = ["--max-total-tokens", str(POOL), "--decode-log-interval", "1", *SHALLOW]
     server = server_of("diffkv", args, config=config, env=STRICT)
     with ThreadPoolExecutor(MANY) as threads:
-        found = list(threads.map(lambda number: reply(server, number, 50), range(6)))
-    assert [len(x) for x in found] == [50] * 6
+        found = list(threads.map(lambda number: reply(server, number, 150), range(6)))
+    assert [len(x) for x in found] == [150] * 6
     assert max(running_in(server.log_text())) == round(0.25 * (POOL // LIMIT))
     check_idle(server)
 
