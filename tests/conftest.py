@@ -3,7 +3,8 @@
 Without a GPU the Triton kernels run in Triton's interpreter, which must be chosen before Triton is imported.
 
 Property tests run the same examples each time. ``HYPOTHESIS_PROFILE=quick`` (``make test``) runs fewer,
-``HYPOTHESIS_PROFILE=fuzz`` (``make fuzz``) draws new and more.
+``HYPOTHESIS_PROFILE=fuzz`` (``make fuzz``) draws new and more. None has to be fast: Hypothesis's 200 ms an example are
+less than a busy machine may stand still.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import pytest
 import torch
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 
 from tests.covering import covering
 from tests.quick_interpreter import quick
@@ -37,9 +38,10 @@ PRELOADED: pytest.StashKey[Preloaded] = pytest.StashKey()
 ENVIRONMENT: pytest.StashKey[dict[str, str]] = pytest.StashKey()
 """The environment of the process before its first test, when all of them are imported."""
 
-settings.register_profile("repeatable", derandomize=True, print_blob=True)
-settings.register_profile("quick", derandomize=True, print_blob=True, max_examples=20)
-settings.register_profile("fuzz", max_examples=1000, print_blob=True)
+PATIENT = settings(print_blob=True, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile("repeatable", PATIENT, derandomize=True)
+settings.register_profile("quick", PATIENT, derandomize=True, max_examples=20)
+settings.register_profile("fuzz", PATIENT, max_examples=1000)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "repeatable"))
 
 

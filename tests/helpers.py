@@ -240,7 +240,7 @@ def page_bytes(state: PageState, pages: list[int]) -> bytes:
 
 def until(true: Callable[[], bool]) -> None:
     """Wait for what threads bring about."""
-    end = time.monotonic() + 20
+    end = time.monotonic() + 60
     while not true():
         assert time.monotonic() < end, "it never comes to that"
         time.sleep(0.002)

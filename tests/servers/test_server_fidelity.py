@@ -119,20 +119,22 @@ def test_a_window_of_its_own_is_that_of_a_server_with_it(exact: bool, server_of:
     narrow = server_of("diffkv", ARGS, config={**MIXED, **form}, env=STRICT)
     usual = {32: replies(narrow, None, prompts, 12), 96: replies(narrow, window(96), prompts, 12)}
     assert usual[32] != usual[96], "the window makes no difference"
-    narrow.flush_cache()
-    seen: list[dict[str, int]] = []
-    with ThreadPoolExecutor(4) as pool:
-        asked = {
-            (size, number): pool.submit(ask, narrow, ids, window(size), 12)
-            for number, ids in enumerate(prompts)
-            for size in usual
-        }
-        while not all(x.done() for x in asked.values()):
-            seen.append(stats_of(narrow)["fidelity"]["running"])
-            time.sleep(0.05)
-    assert any(x["window"] and x["default"] for x in seen), "they ran one kind after the other"
-    for (size, number), reply in asked.items():
-        assert reply.result().json()["output_ids"] == usual[size][number], "as computed alone"
+    for reply in (50, 100, 200, 400):  # until somebody has looked while both kinds run
+        narrow.flush_cache()
+        seen: list[dict[str, int]] = []
+        with ThreadPoolExecutor(4) as pool:
+            asked = {
+                (size, number): pool.submit(ask, narrow, ids, window(size), reply)
+                for number, ids in enumerate(prompts)
+                for size in usual
+            }
+            while not all(x.done() for x in asked.values()):
+                seen.append(stats_of(narrow)["fidelity"]["running"])
+        for (size, number), answer in asked.items():
+            assert answer.result().json()["output_ids"][:12] == usual[size][number], "as computed alone"
+        if met := any(x["window"] and x["default"] for x in seen):
+            break
+    assert met, "they ran one kind after the other"
     counts = {"default": 0, "high": 0, "window": 0}
     assert stats_of(narrow)["fidelity"]["running"] == counts
     policy = {**MIXED["policy"], "window": 96}

@@ -25,7 +25,9 @@ from sglang_diffkv.inspect import cli
 from sglang_diffkv.mem_pool.ledger import spare_pages
 from sglang_diffkv.srt.hooks.metrics import FAMILIES
 from sglang_diffkv.srt.tree.shape import tenant_of
+from tests.helpers import until
 from tests.servers.prometheus_text import Sample, by_label, samples
+from tests.servers.shared import stats_of
 from tests.servers.tls_proxy import tls_proxy
 from tests.tools.certificates import make_certificate
 from tests.tools.evaluation import REFERENCE
@@ -76,14 +78,21 @@ def watched() -> Iterator[Watched]:
             while not all(x.done() for x in asked):
                 owners.append(by_label(samples(_metrics(server))["diffkv_pages"], "owner"))
                 running.append(server.stats() or {})
-                time.sleep(0.5)
+                time.sleep(0.1)
             for x in asked:
                 x.result()
-        time.sleep(1.0)  # idle, SGLang brings its metrics up to date once
+        until(lambda: _all_told(server))
         found, info = samples(_metrics(server)), server.server_info()
         stats = info["internal_states"][0]["diffkv"]
         yield Watched(server, owners, running, found, stats, info)
         assert server.log_text().count("Traceback") == 0
+
+
+def _all_told(server: Server) -> bool:
+    """Whether metrics are those of the idle server. SGLang brings them up to date once it is."""
+    found = samples(_metrics(server))
+    ((_, running),), ((_, finished),) = found["sglang:num_running_reqs"], found["diffkv_finished_requests_total"]
+    return not running and finished == stats_of(server)["finished"]["requests"]
 
 
 def _metrics(server: Server) -> str:

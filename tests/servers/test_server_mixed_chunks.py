@@ -78,6 +78,18 @@ def crowd(server: Server, prompts: list[list[int]], **more: Any) -> list[list[in
         return list(threads.map(ask, range(len(prompts))))
 
 
+def crowds(
+    server: Server, prompts: list[list[int]], expected: list[Record], what: str, met: Callable[[], bool]
+) -> None:
+    """Crowds whose tokens are the expected ones, until so many have met. On a quick machine one may end before the
+    next comes."""
+    for _ in range(5):
+        check_tokens(crowd(server, prompts), expected, what)
+        if met():
+            return
+        server.flush_cache()
+
+
 def check_mixed(server: Server, least: int) -> dict[str, Any]:
     """Requests decoded in passes over prompts, at least so many, and nothing is lost."""
     stats = stats_of(server)
@@ -92,8 +104,9 @@ def test_lossless_gives_stock_tokens(
 ) -> None:
     expected = stock_tokens(server_of, prompts)
     server = server_of("diffkv", [*MIXED, *flags], config={"tiers": ["BF16"]}, env=STRICT)
-    check_tokens(crowd(server, prompts), expected, "mixed")
-    check_mixed(server, REQUESTS // 2)
+    least = REQUESTS // 2
+    crowds(server, prompts, expected, "mixed", lambda: stats_of(server)["mixed_chunks"]["passes"] >= least)
+    check_mixed(server, least)
 
 
 BETWEEN = [*CHUNKS, "--prefill-decode-interval", "1", "--decode-log-interval", "1"]
@@ -107,7 +120,7 @@ def test_tokens_between_chunks_are_stock_s(prompts: list[list[int]], server_of: 
     """A prompt that has begun waits while others decode."""
     expected = stock_tokens(server_of, prompts)
     server = server_of("diffkv", BETWEEN, config={"tiers": ["BF16"]}, env=STRICT)
-    check_tokens(crowd(server, prompts), expected, "between chunks")
+    crowds(server, prompts, expected, "between chunks", lambda: any_between(server.log_text()))
     assert any_between(server.log_text())
     check_idle(server)
 

@@ -11,6 +11,7 @@ from sglang.srt.mem_cache import evict_policy
 
 from sglang_diffkv.evaluate.server import Server
 from sglang_diffkv.srt.tree.host_tier import WRITE_THROUGH
+from tests.helpers import until
 from tests.servers.events import Events
 from tests.servers.shared import SHALLOW, STRICT, check_idle, stats_of, tokens
 
@@ -45,8 +46,8 @@ def test_what_host_memory_has_goes_first_and_is_told_of(events: Events, server_o
     events.read()
     assert events.cached([*kept, 1]) < 10 and events.cached([*kept, 1], on_host=True) >= 150
     with ThreadPoolExecutor(3) as pool:
-        running = pool.submit(ask, server, tokens(40, 3), 300)
-        time.sleep(0.5)
+        running = pool.submit(ask, server, tokens(40, 3), 600)  # the others have come before it ends
+        until(lambda: bool(stats_of(server)["running"]))
         second = pool.submit(ask, server, [*new, 1], 60)  # so long that a client's delays cannot change their order
         time.sleep(0.2)
         first = pool.submit(ask, server, [*kept, 1], 60)

@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 import re
 import time
+import uuid
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
@@ -29,8 +30,10 @@ _, DISAGGREGATED = MARKS
 
 UNPINNED = Path(__file__).parents[1] / "data" / "unpinned"
 
-HOLDS = 61
-"""A prompt of so many tokens holds the scheduler up, and what comes meanwhile is batched."""
+HOLDS, HELD_SECONDS = 61, 3.0
+"""A prompt of so many tokens holds the scheduler up for so long."""
+HELD = "held"
+"""What the name of a request begins with that waits for others: ``held-3-...`` until three such have come."""
 ROWS, BETWEEN, SAMPLING = 71, 72, 73
 """What fails of SGLang's for prompts of so many tokens: before anything is allocated, behind the allocation of KV slots
 of which no request knows yet, and at the end."""
@@ -44,11 +47,27 @@ import time
 
 
 def register():
+    from sglang.srt.managers.scheduler_components.request_receiver import SchedulerRequestReceiver
     from sglang.srt.mem_cache import allocation
     from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
     from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
 
     from sglang_diffkv.srt.scheduling.allocator import SERVED
+
+    receive, came = SchedulerRequestReceiver.recv_requests, []
+
+    def receive_(self, *args, **more):
+        found = receive(self, *args, **more)
+        while True:
+            held = [name for x in found if (name := str(getattr(x, "rid", ""))).startswith("{HELD}-")]
+            for name in held[len(came):]:
+                print("come:", name, flush=True)
+            came[:] = held
+            if not held or len(held) == int(held[0].split("-")[1]):
+                came.clear()
+                return found
+            time.sleep(0.005)
+            found += receive(self)
 
     rows, write, sampling = ReqToTokenPool.alloc, allocation.write_cache_indices, SamplingBatchInfo.from_schedule_batch
 
@@ -63,7 +82,7 @@ def register():
             slots = SERVED["diffkv"]
             found = slots.kv_slots_free() + slots.requests.tree.evictable_tokens()
             print("kv slots:", found, "of", slots.ledger.kv_slots, flush=True)
-            time.sleep(1.5)
+            time.sleep({HELD_SECONDS})
         check(prompts, {ROWS}, LookupError("injected before rows are allocated"))
         return rows(self, reqs)
 
@@ -76,6 +95,7 @@ def register():
         check(batch.seq_lens_cpu.tolist(), {LAST_CHUNK}, TypeError("injected in a last chunk"))
         return sampling(batch, vocab_size)
 
+    SchedulerRequestReceiver.recv_requests = receive_
     ReqToTokenPool.alloc = rows_
     allocation.write_cache_indices = write_
     SamplingBatchInfo.from_schedule_batch = staticmethod(sampling_)
@@ -113,13 +133,12 @@ def among(server: Server) -> Iterator[list[int]]:
 
 def together(server: Server, prompts: Sequence[list[int]], **more: Any) -> list[requests.Response]:
     """Answers to prompts that wait at once, in this order."""
-    with ThreadPoolExecutor(len(prompts) + 1) as pool:
-        pool.submit(ask, server, tokens(HOLDS, len(server.log_text())))
-        time.sleep(0.4)
+    with ThreadPoolExecutor(len(prompts)) as pool:
         answers: list[Future[requests.Response]] = []
-        for prompt in prompts:
-            answers.append(pool.submit(ask, server, prompt, **more))
-            time.sleep(0.05)
+        for number, prompt in enumerate(prompts):
+            name = f"{HELD}-{len(prompts)}-{number}-{uuid.uuid4().hex}"
+            answers.append(pool.submit(ask, server, prompt, rid=name, **more))
+            until(lambda name=name: f"come: {name}" in server.log_text())  # type: ignore[misc]
         return [x.result() for x in answers]
 
 
@@ -210,8 +229,9 @@ def test_replies_under_way(server: Server) -> None:
     with ThreadPoolExecutor(1) as pool:
         sampling = {"max_new_tokens": 120, "temperature": 0, "ignore_eos": True}
         reply = pool.submit(server.post, "/generate", {"input_ids": tokens(40, 60), "sampling_params": sampling})
-        time.sleep(0.3)
+        until(lambda: bool(stats_of(server)["running"]))
         first, second = together(server, [tokens(50, 61), tokens(BETWEEN, 62)])
+        assert not reply.done()
         assert reply.result().json()["meta_info"]["completion_tokens"] == 120
     check_well(first)
     check_raised(second, BETWEEN)
@@ -277,7 +297,7 @@ def test_a_prefill_server(failing: int, tmp_path: Path) -> None:
     prompts += [tokens(SAMPLING, 92)] * (failing == SAMPLING)
     with Pair({}, args, env={**EVERY_STEP, **env}) as pair, among(pair.prefill) as met:
         held = pair.send(request(tokens(HOLDS, 93), 6))
-        time.sleep(0.6)
+        until(lambda: "kv slots:" in pair.prefill.log_text())
         sent = []
         for prompt in prompts:
             sent.append(pair.send(request(prompt, 6)))

@@ -91,8 +91,10 @@ def test_two_ranks_go_on_with_what_they_retract(serve: Callable[..., Server]) ->
     """From host memory, with the replies of a roomy pool."""
     roomy = _load(serve(2, LOSSLESS, *ROOM), 4, 160)
     server = serve(2, LOSSLESS, "--max-total-tokens", "620", *SMALL[2:])
-    assert [x.output_ids for x in _load(server, 4, 160)] == [x.output_ids for x in roomy]
-    found = stats_of(server)["retracted"]
+    for _ in range(5):  # until as many have met as the pool has no room for
+        check_tokens([x.output_ids for x in _load(server, 4, 160)], roomy, "retracted")
+        if (found := stats_of(server)["retracted"])["restored"]:
+            break
     assert found["kept"] == found["restored"] + found["recomputed"] + found["dropped"] and not found["no_host_memory"]
     assert found["restored"] and found["tokens_restored"] >= 60 * found["restored"]
     assert (found["waiting"], found["host_bytes"]) == (0, 0)
@@ -146,7 +148,7 @@ def _load(server: Server, count: int, new_tokens: int) -> list[Record]:
 
     def ask(index: int) -> Record:
         time.sleep(0.2 * index)
-        return client.ask(server.url, prompts[index], new_tokens)
+        return client.ask(server.url, prompts[index], new_tokens, top_logprobs=2)
 
     with ThreadPoolExecutor(count) as threads:
         return list(threads.map(ask, range(count)))

@@ -23,7 +23,8 @@ PREFIX, CHUNK, REPLY = 400, 333, 555
 position."""
 URGENT = 888
 """New tokens of a prompt for which there are no pages the first time that it is asked for."""
-RUNNING = 4
+RUNNING, LONG = 4, 250
+"""Requests that may run at once, and tokens of replies that have not ended when an urgent one comes."""
 KV_SLOTS, ROWS = 444, 222
 """What fails of SGLang's: KV slots for so many new tokens, rows for a request with so many."""
 
@@ -158,7 +159,7 @@ def test_who_made_room_for_a_request_that_is_refused(server: Server) -> None:
     """SGLang takes a running request from the batch, and then the urgent one finds no pages. Nobody is forgotten."""
 
     def stream(seed: int, first: threading.Barrier) -> int:
-        sampling = {"max_new_tokens": 150, "temperature": 0, "ignore_eos": True}
+        sampling = {"max_new_tokens": LONG, "temperature": 0, "ignore_eos": True}
         request = {"input_ids": tokens(60, seed), "sampling_params": sampling, "stream": True}
         with requests.post(f"{server.url}/generate", json=request, stream=True, timeout=100) as response:
             lines = (x for x in response.iter_lines() if x.startswith(b"data: {"))
@@ -176,6 +177,6 @@ def test_who_made_room_for_a_request_that_is_refused(server: Server) -> None:
         urgent = {"input_ids": tokens(URGENT, 40), "sampling_params": sampling, "priority": 50}
         assert len(server.generate(urgent)["output_ids"]) == 2
         assert not any(x.done() for x in replies), "it waited for one to end"
-        assert [x.result() for x in replies] == [150] * RUNNING
+        assert [x.result() for x in replies] == [LONG] * RUNNING
     asked = re.findall(r"urgent: asked with (\d+) running", server.log_text())
     assert asked[0] == str(RUNNING - 1), "nobody made room for it"

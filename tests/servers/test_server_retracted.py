@@ -17,9 +17,11 @@ from benchmarks import splits
 from benchmarks.paths import NANO
 from benchmarks.quality.random_drafts import model_drafts
 from sglang_diffkv.evaluate import client
+from sglang_diffkv.evaluate.client import Record
 from sglang_diffkv.evaluate.prompts import chat_ids, load_tokenizer
 from sglang_diffkv.evaluate.server import Server
 from sglang_diffkv.srt.models.speculation import CHAIN
+from tests.helpers import until
 from tests.servers.events import Events
 from tests.servers.hybrid_models import KINDS
 from tests.servers.identity import check_tokens
@@ -48,6 +50,16 @@ def _questions(count: int) -> list[list[int]]:
     items = [x for x in splits.load("dev") if x.task == "recur" and x.level == "hard"][: count // 2]
     ids = [chat_ids(load_tokenizer(NANO), x.prompt) for x in items]
     return [x for prompt in ids for x in (prompt, prompt[:-8] + prompt[-4:])]
+
+
+def _until_restored(server: Server, load: Callable[[], object]) -> dict[str, int]:
+    """The counts once a retracted request has come back. How many requests meet is the machine's choice, so the load
+    may come again."""
+    for _ in range(5):
+        load()
+        if (found := _check_balanced(server))["restored"]:
+            break
+    return found
 
 
 def _load(server: Server, prompts: list[list[int]], new_tokens: int = 280, name: str = "") -> list[list[int]]:
@@ -93,8 +105,9 @@ def test_a_model_s_states_come_back(
     expected = [client.ask(roomy.url, prompt, 120, top_logprobs=2) for prompt in TURNS]
     alike = _answers(roomy) == [x.output_ids for x in expected]
     server = hybrid.serve(server_of, (*STATES, "--max-total-tokens", "360", *TIGHT[2:], *args), LOSSLESS)
-    check_tokens(_answers(server), expected, "retracted", equal=1 if alike else 0.5)
-    counts = _check_balanced(server)
+    counts = _until_restored(
+        server, lambda: check_tokens(_answers(server), expected, "retracted", equal=1 if alike else 0.5)
+    )
     assert counts["restored"] > 2 * counts["recomputed"] and not counts["no_host_memory"]
     assert _one_token_passes(server)
 
@@ -132,13 +145,13 @@ def test_a_draft_model_finds_what_it_stored(
 
 @pytest.mark.full
 @pytest.mark.parametrize("config", [LOSSLESS, COMPRESSED], ids=str)
-def test_pages_of_several_tokens(
-    config: dict[str, Any], roomy: list[list[int]], server_of: Callable[..., Server]
-) -> None:
+def test_pages_of_several_tokens(config: dict[str, Any], roomy: list[Record], server_of: Callable[..., Server]) -> None:
     """What is behind the last of them is computed again."""
     server = server_of("diffkv", (*TIGHT, "--page-size", "16"), config=config, env=STRICT)
     replies = _load(server, _questions(4), 180)
-    assert replies == roomy if config is LOSSLESS else all(replies)
+    assert all(replies)
+    if config is LOSSLESS:
+        check_tokens(replies, roomy, "retracted")
     counts = _check_balanced(server)
     assert counts["restored"] > counts["recomputed"] and counts["tokens_restored"] >= 60 * counts["restored"]
 
@@ -163,19 +176,18 @@ def _one_token_passes(server: Server) -> int:
 
 
 @pytest.fixture(scope="module")
-def roomy(shared_server: SharedServer) -> list[list[int]]:
+def roomy(shared_server: SharedServer) -> list[Record]:
     """Replies of a pool where nothing is lost."""
     server = shared_server.get("diffkv", ("--max-total-tokens", "16384"), config=LOSSLESS, env=STRICT)
-    return _load(server, _questions(4), 180)
+    return client.run(server.url, _questions(4), 180, top_logprobs=2)
 
 
 @pytest.mark.parametrize("drafts", [(), NGRAMS, pytest.param(NGRAM_TREES, marks=pytest.mark.full)], ids=str)
 def test_replies_are_those_of_a_roomy_pool(
-    drafts: tuple[str, ...], roomy: list[list[int]], server_of: Callable[..., Server]
+    drafts: tuple[str, ...], roomy: list[Record], server_of: Callable[..., Server]
 ) -> None:
     server = server_of("diffkv", (*TIGHT, *drafts), config=LOSSLESS, env=STRICT)
-    assert _load(server, _questions(4), 180) == roomy
-    found = _check_balanced(server)
+    found = _until_restored(server, lambda: check_tokens(_load(server, _questions(4), 180), roomy, "retracted"))
     assert found["restored"] and not found["no_host_memory"]
     assert found["tokens_restored"] >= 60 * found["restored"]
     assert _one_token_passes(server)
@@ -246,12 +258,16 @@ def server(server_of: Callable[..., Server]) -> Server:
 
 
 def test_one_that_is_aborted_leaves_no_host_memory(server: Server) -> None:
-    with _some_on_the_host(server) as asked:
-        server.post("/abort_request", {"abort_all": True})
-        ends = {x.result()["meta_info"]["finish_reason"]["type"] for x in asked if not x.exception()}
-        assert "abort" in ends and ends <= {"abort", "length"}, "some may have been about to end"
-    time.sleep(0.5)
-    assert _check_balanced(server)["dropped"]
+    before = _counts(server)["dropped"]
+    for _ in range(5):  # the one on the host may have come back before the abort does
+        with _some_on_the_host(server) as asked:
+            server.post("/abort_request", {"abort_all": True})
+            ends = {x.result()["meta_info"]["finish_reason"]["type"] for x in asked if not x.exception()}
+            assert ends <= {"abort", "length"}, "some may have been about to end"
+        until(lambda: not _counts(server)["waiting"])
+        if (dropped := _check_balanced(server)["dropped"]) > before:
+            break
+    assert dropped > before and "abort" in ends
 
 
 def _check_names(server: Server, prompts: list[list[int]]) -> None:
@@ -284,17 +300,20 @@ def _until_one_is_kept(server: Server, first: int, before: int) -> int:
 def test_a_pause_drops_what_was_computed(server: Server) -> None:
     """With or without a flush: what SGLang retracts then is to be computed again, and so is all that was kept
     before."""
-    with _some_on_the_host(server) as asked:
-        before = _counts(server)
-        assert server.post("/pause_generation", {"mode": "retract"}).ok
-        try:
-            paused = _counts(server)
-        finally:
-            assert server.post("/continue_generation", {}).ok
-        assert (paused["waiting"], paused["host_bytes"]) == (0, 0)
-        assert paused["dropped"] > before["dropped"] and paused["kept"] <= before["kept"] + 1
-        assert all(len(x.result()["output_ids"]) == 200 for x in asked)
-    _check_balanced(server)
+    for _ in range(5):  # the one on the host may have come back before the pause begins
+        with _some_on_the_host(server) as asked:
+            before = _counts(server)
+            assert server.post("/pause_generation", {"mode": "retract"}).ok
+            try:
+                paused = _counts(server)
+            finally:
+                assert server.post("/continue_generation", {}).ok
+            assert (paused["waiting"], paused["host_bytes"]) == (0, 0)
+            assert all(len(x.result()["output_ids"]) == 200 for x in asked)
+        _check_balanced(server)
+        if paused["dropped"] > before["dropped"]:
+            break
+    assert paused["dropped"] > before["dropped"] and paused["kept"] <= before["kept"] + 1
 
 
 def test_new_weights_get_nothing_of_old_ones(server: Server) -> None:
@@ -329,16 +348,22 @@ def test_logprobs_are_neither_lost_nor_doubled(prompt: bool, server_of: Callable
     roomy = server_of("diffkv", ("--max-total-tokens", "8192", *SHALLOW), config=LOSSLESS, env=STRICT)
     usual = [ask(roomy, ids) for ids in prompts]
     server = server_of("diffkv", ("--max-total-tokens", "480", *TIGHT[2:], *SHALLOW), config=LOSSLESS, env=STRICT)
-    with ThreadPoolExecutor(4) as threads:
-        found = list(threads.map(lambda ids: ask(server, ids), prompts))
-    for one, other in zip(found, usual, strict=True):
+
+    def compare() -> None:
+        with ThreadPoolExecutor(4) as threads:
+            found = list(threads.map(lambda ids: ask(server, ids), prompts))
+        for one, other in zip(found, usual, strict=True):
+            check(one, other)
+
+    def check(one: Any, other: Any) -> None:
         for name in ("input_token_logprobs", "output_token_logprobs", "input_top_logprobs", "output_top_logprobs"):
             assert len(one[name]) == len(other[name]), name
             assert [x[1] for x in one[name] if "top" not in name] == [x[1] for x in other[name] if "top" not in name]
         values = [[x[0] for x in side["output_token_logprobs"]] for side in (one, other)]
         assert values[0] == pytest.approx(values[1], abs=0.3)
         assert len(one["input_token_logprobs"]) == (100 if prompt else 0)
-    counts = _check_balanced(server)
+
+    counts = _until_restored(server, compare)
     assert counts["restored"] > counts["recomputed"] and _one_token_passes(server)
 
 

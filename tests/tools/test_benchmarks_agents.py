@@ -96,8 +96,8 @@ def test_times_are_those_of_tokens_and_turns_run_at_once(url, monkeypatch):
     monkeypatch.setattr(Played, "wait", 0.6)
     load = agents.replace(LOAD, sessions=6, at_once=3, turns=1)
     found = agents.Run(url, load, 100, 0).run()
-    assert 0.6 <= found["ttft_s"] <= found["ttft_p99_s"] < 0.9 and 0.24 < found["gap_s"] < 0.5
-    assert max(Played.under_way) == 3 and 2.4 <= found["seconds"] < 4, "two after each other, not six"
+    assert 0.6 <= found["ttft_s"] < 1.2 and 0.24 < found["gap_s"] < 0.6 and found["ttft_s"] <= found["ttft_p99_s"] < 2
+    assert max(Played.under_way) == 3 and 2.4 <= found["seconds"] < 6, "two after each other, not six"
 
 
 @pytest.mark.parametrize("new", [False, True])

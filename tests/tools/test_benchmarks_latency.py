@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import itertools
 import json
+import statistics
 import time
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -65,7 +66,7 @@ def test_gaps_count_only_while_all_decode(server):
     assert firsts[0] < firsts[1] and firsts[1] >= 0.2
     assert 10 <= len(gaps) <= 40, "the early request's first tokens do not count, nor what comes after"
     assert len(streams.times[0]) > len(streams.times[1]) >= 7
-    assert all(0.003 < gap < 0.5 for gap in gaps)
+    assert 0.01 < statistics.median(gaps) < 0.1, "a client that stood still gets several at once"
 
 
 def test_a_first_token_ends_the_stream(server):

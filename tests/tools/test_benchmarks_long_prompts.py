@@ -14,7 +14,7 @@ import pytest
 from benchmarks.serving import long_prompts
 from benchmarks.serving.client import BenchmarkError
 
-STEP, READ = 0.01, 0.3
+STEP, READ = 0.01, 1.0
 
 
 class Streaming(BaseHTTPRequestHandler):
@@ -62,9 +62,9 @@ def test_gaps_are_of_the_part_in_which_they_lie(server):
     args = Namespace(short=2, tokens=3, reply=1000, watched=10)
     found = long_prompts.beside(server, args, lambda length: [7] * length, 50)
     before, read, beside = (found["gaps"][part] for part in long_prompts.PARTS)
-    assert READ <= found["beside"] < READ + 0.3
+    assert READ <= found["beside"] < 2 * READ
     assert before["most"] < READ * 1e3 and beside["p50"] < READ * 1e3 / 2
-    assert READ * 1e3 <= read["most"] < (READ + 0.3) * 1e3, "all wait while it is read"
+    assert READ * 1e3 <= read["most"] < 2 * READ * 1e3, "all wait while it is read"
     assert before["n"] >= 2 * 9 and beside["n"] >= 2 * 5
 
 

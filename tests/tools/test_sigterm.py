@@ -11,13 +11,15 @@ from pathlib import Path
 
 import pytest
 
+from tests.helpers import until
+
 PROGRAM = """
 import signal, sys
 from sglang_diffkv.evaluate.server import Server
 
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs start with it ignored
 server = Server("a model")
-stubborn = "import os, signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); "
+stubborn = "import os, signal, time; signal.signal(signal.SIGTERM, lambda *_: print('told', flush=True)); "
 server.command = [sys.executable, "-c", stubborn + "print(os.getpid(), flush=True); time.sleep(120)"]
 Server.stop.__defaults__ = (float(sys.argv[1]),)
 print(server.log_path, flush=True)
@@ -31,6 +33,11 @@ def alive(pid: int) -> bool:
     except ProcessLookupError:
         return False
     return True
+
+
+def was_told(log: Path) -> bool:
+    """Whether the server was told to end. Its log goes with it."""
+    return not log.exists() or "told" in log.read_text()
 
 
 @pytest.mark.parametrize(
@@ -54,6 +61,7 @@ def test_signals_stop_the_server_too(numbers: list[int], grace: float) -> None:
         assert alive(pid)
         for number in numbers:
             run.send_signal(number)
+            until(lambda: was_told(log))  # two that come at once are one
             time.sleep(0.3)
         run.wait(timeout=30)
     assert run.returncode != 0

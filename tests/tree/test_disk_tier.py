@@ -302,12 +302,18 @@ def test_new_weights_find_nothing_and_write_under_another_name(tmp_path: Path) -
 def test_a_full_queue_drops_and_memory_that_is_wanted_is_given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stored_segments, "MOST_QUEUED", 2)
     one = Server(tmp_path)
-    go, has = threading.Event(), ObjectFolder.has
-    monkeypatch.setattr(ObjectFolder, "has", lambda *args: go.wait(20) and has(*args))
+    begun, go, has = threading.Event(), threading.Event(), ObjectFolder.has
+
+    def slow(*args: Any) -> bool:
+        begun.set()
+        return go.wait(60) and has(*args)
+
+    monkeypatch.setattr(ObjectFolder, "has", slow)
     for _ in range(5):
         served(one.world, one.world.tokens(60))
         one.world.requests.scheduling_begins([])
         one.world.requests.scheduling_begins([])
+        until(begun.is_set)  # else the first may still be in the queue when others come
     until(lambda: one.report()["dropped"] == 2)
     one.host.reset()
     assert one.report()["dropped"] == 4, "two waited, and their memory went"

@@ -256,13 +256,13 @@ def test_another_server_finds_what_one_wrote(tmp_path: Path) -> None:
 
 
 def test_a_store_that_answers_nobody_holds_nobody_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(object_values, "HANGING_SECONDS", 0.1)
     values = Memory()
     server = over(values, tmp_path)
     tokens = server.world.tokens(60)
     server.serve(tokens)
     other = over(values, tmp_path, Prefetch(TIMEOUT, 8, 0.2, 0.0))
     values.answers.clear()
+    monkeypatch.setattr(object_values, "HANGING_SECONDS", 0.1)
     assert other.find(tokens) == 0 and other.report()["late"] == 1
     until(lambda: other.stored.folder.hangs)
     began, errors = time.monotonic(), other.report()["errors"]
@@ -270,16 +270,16 @@ def test_a_store_that_answers_nobody_holds_nobody_up(tmp_path: Path, monkeypatch
     assert other.report()["late"] == 1 and other.report()["errors"] > errors, "it was waited for again"
     values.answers.set()
     until(lambda: not other.stored.folder.hangs)
-    assert other.find([*tokens, 2]) == 60
+    until(lambda: other.find([*tokens, 2]) == 60)  # a busy machine may take longer than that for an answer
 
 
 def test_a_store_that_is_known_to_hang_holds_nobody_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """However long requests would wait for it, and for a while behind its answer: Mooncake's comes after 30 s."""
-    monkeypatch.setattr(object_values, "HANGING_SECONDS", 0.3)
     values = Memory()
     server = over(values, tmp_path)
     tokens = server.world.tokens(60)
     server.serve(tokens)
+    monkeypatch.setattr(object_values, "HANGING_SECONDS", 1.0)
     other, began = over(values, tmp_path), time.monotonic()
     values.answers.clear()
     assert other.find(tokens) == 0 and other.report()["late"] == 1 and time.monotonic() - began < 10
@@ -287,16 +287,16 @@ def test_a_store_that_is_known_to_hang_holds_nobody_up(tmp_path: Path, monkeypat
     until(lambda: not other.stored.folder._calls)
     assert other.stored.folder.hangs, "the next one waits for it again"
     until(lambda: not other.stored.folder.hangs)
-    assert other.find([*tokens, 2]) == 60
+    until(lambda: other.find([*tokens, 2]) == 60)
 
 
 def test_a_store_that_takes_long_to_fail_is_not_asked_for_a_while(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As Mooncake's whose master is gone. One that fails at once holds nobody up, and is asked again."""
-    monkeypatch.setattr(object_values, "FAILING_SECONDS", 0.3)
+    monkeypatch.setattr(object_values, "FAILING_SECONDS", 1.0)
     monkeypatch.setattr(object_values, "HANGING_SECONDS", 3.0)
-    values, delays = Memory(), [0.0, 0.6]
+    values, delays = Memory(), [0.0, 1.2]
     server = over(values, tmp_path)
     tokens = server.world.tokens(60)
     server.serve(tokens)
