@@ -193,7 +193,7 @@ class PageCounts:
     # Operations of the host
 
     def record(self, pages: int, *, exactly: bool = False) -> None:
-        """An operation that returns at least ``pages``, or takes at most ``-pages``. ``exactly``: neither more nor less,
+        """An operation that returns at least ``pages``, or takes at most ``-pages``. ``exactly``: no more, or no fewer,
         so what is settled stays settled."""
         stays = exactly and self._exact and self._settled == self.tick
         self.tick += 1
