@@ -318,7 +318,8 @@ def test_pages_of_what_comes_back_are_known_to_the_host(world: World) -> None:
     for asked, left in ((60, 0), (40, 1), (60, 0)):
         evict_all(world)
         assert admitted(world, [*tokens[:asked], 1]) == asked and uncounted.pop() == left
-        assert not uncounted
+        assert counts.free_bound() == counts.free() and not world.manager.rows
+        assert not uncounted and len(counts.uncounted) == left, "nothing runs, and the device was asked"
 
 
 @pytest.mark.parametrize("policy", [WRITE_BACK, WRITE_THROUGH, SELECTIVE])
