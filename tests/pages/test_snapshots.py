@@ -123,17 +123,23 @@ def test_what_is_known_stays_settled(exclusive: bool, counted: bool) -> None:
     assert counts.free() == device.free_pages() > before
 
 
-def test_what_a_cut_returns_only_the_device_knows() -> None:
+@pytest.mark.parametrize("how", ["trim", "cut", "join"])
+def test_what_a_change_returns_or_takes_only_the_device_knows(how: str) -> None:
     world = World(900, exact=False)
     counts, segments, device = world.manager.counts, world.manager.segments, world.manager.device
     segment, free = shared(world, 60), device.free_pages()
-    world.tree.uncount(segment)
-    segments.trim(segment, segment.hi - 20, wait=False)
+    counts.tell_counted(lambda segment: None)
+    if how == "trim":
+        segments.trim(segment, segment.hi - 20, wait=False)
+    elif how == "cut":
+        segments.cut_front(segment, 20)
+    else:
+        segment = segments.join([(segment, segment.lo, segment.hi)])
     assert not segment.pages and not segment.held and not counts.settled
     counts.expect(segment, device.pages_of(segment.row))
-    assert not counts.settled
+    assert segment.pages and not counts.settled
     counts.settle()
-    assert counts.free() == device.free_pages() > free and sum(segment.held) == segment.hi - segment.lo
+    assert counts.free() == device.free_pages() != free and sum(segment.held) == segment.hi - segment.lo
 
 
 def test_pages_that_are_expected_count_once() -> None:
@@ -172,7 +178,8 @@ def test_a_snapshot_on_its_way_does_not_count_what_has_come_since() -> None:
     counts.take_snapshot()
     counts.count_later(other := replace(segment))
     counts.expect(segment, pages)
-    assert not segment.pages, "it is not this one that is uncounted"
+    counts.know(segment, pages, pages, (1, 1))
+    assert not segment.pages and not segment.held, "it is not this one that is uncounted"
     counts.expect(other, pages - 1)
     assert not counts.settled, "a snapshot is on its way"
     counts.refresh()

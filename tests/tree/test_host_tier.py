@@ -158,6 +158,19 @@ class PrefixesMachine(TreeMachine):
         self.write()
         self.read(seed, 70, tail)
 
+    @rule(seed=st.integers(0, 2), length=st.integers(5, 70), tail=st.integers(0, 3), gone=st.booleans())
+    def ask(self, seed: int, length: int, tail: int, gone: bool) -> None:
+        """A prompt comes back, wholly or a part, for a request that is not admitted then. Nothing waits in between."""
+        if gone:
+            self.tree.make_pages(self.manager.geometry.num_pages, partly=True)
+        if self.manager.ranks.alone:
+            self.manager.counts.settle()
+        source = random.Random(seed)
+        tokens = array("q", [source.randrange(3) for _ in range(length)] + [tail] * tail + [9])
+        with self.host.admitting(asking(tokens)):
+            match = Match(self.tree, tokens, extra_key=self.named()[1])
+        match.unlock(self.tree)
+
     @rule(pause=st.booleans())
     def drop(self, pause: bool) -> None:
         """A change of weights, or a pause that retracts all."""
