@@ -168,8 +168,7 @@ class PageCounts:
         self._snapshots: deque[Snapshot] = deque()
         self._unreported: deque[int] = deque()  # planned steps whose results were not processed yet
         self._faults: dict[int, Faults] = {}  # of such steps, by number, where they come to the host by themselves
-        self._settled = -1  # the tick at which counts were the device's
-        self._exact = False  # whether they were, but for no planned step
+        self._settled = -1  # the tick at which counts were the device's, without a planned step
         self._numbers: tuple[list[int], torch.Tensor] = ([-1], torch.empty(0))
         """What the last snapshot had to know, here and on the device."""
 
@@ -195,7 +194,7 @@ class PageCounts:
     def record(self, pages: int, *, exactly: bool = False) -> None:
         """An operation that returns at least ``pages``, or takes at most ``-pages``. ``exactly``: no more, or no fewer,
         so what is settled stays settled."""
-        stays = exactly and self._exact and self._settled == self.tick
+        stays = exactly and self._settled == self.tick
         self.tick += 1
         if stays:
             self._settled = self.tick
@@ -229,6 +228,7 @@ class PageCounts:
 
     def count_later(self, segment: Segment) -> None:
         """The next snapshot counts the segment's pages."""
+        segment.pages, segment.held = 0, ()
         self.touch(segment.row, grows=False)
         self.ranks.drop(segment.row)
         self.uncounted[segment.row] = segment
@@ -236,14 +236,15 @@ class PageCounts:
     def know(self, segment: Segment, pages: int, mine: int, held: tuple[int, ...]) -> None:
         """What a snapshot counts of a segment: its ``pages``, of which this rank has ``mine``, and what it holds. One
         that was counted stays as it is."""
-        if self.uncounted.pop(segment.row, None) is not None:
+        if self.uncounted.get(segment.row) is segment:
+            del self.uncounted[segment.row]
             segment.held = held
             self._know_pages(segment, pages, mine)
 
     def expect(self, segment: Segment, pages: int) -> None:
         """The host knows the pages of an uncounted segment, but not what it holds. With several ranks it is left to a
         snapshot, which they exchange."""
-        if self.ranks.ranks.alone:
+        if self.ranks.ranks.alone and self.uncounted.get(segment.row) is segment:
             self._know_pages(segment, pages, pages)
 
     def _know_pages(self, segment: Segment, pages: int, mine: int) -> None:
@@ -273,13 +274,18 @@ class PageCounts:
 
     def launched(self) -> None:
         """The planned step's kernels follow all that are launched so far."""
-        self.upcoming = None
+        self._upcoming_is_over()
 
     def cancelled(self) -> None:
         """The planned step has no results; its rows are released next."""
-        self.upcoming = None
+        self._upcoming_is_over()
         if self._unreported:
             self._unreported.pop()
+
+    def _upcoming_is_over(self) -> None:
+        if self.upcoming is not None:
+            self._settled = -1  # what it takes is a bound
+        self.upcoming = None
 
     def watch_faults(self, step: PlannedStep) -> None:
         """The step's kernels are launched, and nothing behind them: its results need not wait for what comes next to
@@ -368,7 +374,7 @@ class PageCounts:
 
     @property
     def settled(self) -> bool:
-        """Whether the host knows the device's pages, those of all segments too."""
+        """Whether the host knows the device's pages, those of all segments too, as they are before the planned step."""
         known = self._settled == self.tick and not self._snapshots
         return known and all(segment.pages for segment in self.uncounted.values())
 
@@ -378,7 +384,7 @@ class PageCounts:
         if self.uncounted or not self.settled:
             self.take_snapshot()
             self.refresh()
-            self._settled, self._exact = self.tick, self.upcoming is None
+            self._settled = self.tick
 
     @property
     def overtakes(self) -> bool:

@@ -37,7 +37,9 @@ def check_integrity(manager: PageManager) -> None:
 
 
 def check_bounds(manager: PageManager) -> None:
-    """Raise AssertionError if the host believes in pages that are not free."""
+    """Raise AssertionError if the host believes in pages that are not free, or wrongly that it knows how many are."""
+    if manager.counts.settled and manager.counts.upcoming is None:
+        _check_free(manager)
     free, headroom = manager.counts.free_bound(), manager.counts.headroom_bound()
     assert free - headroom <= manager.device.free_pages() - manager.headroom(), (
         "the host believes in pages that are not free"
@@ -56,10 +58,13 @@ def check_bounds(manager: PageManager) -> None:
 def check_settled(manager: PageManager) -> None:
     """Raise AssertionError if the host's counts are wrong once it has waited for all that it launched."""
     manager.counts.settle()
-    assert not manager.counts.uncounted
+    assert manager.counts.settled and not manager.counts.uncounted
+    check_bounds(manager)
+
+
+def _check_free(manager: PageManager) -> None:
     spare = manager.device.free_pages() - manager.counts.ranks.slack - manager.counts.free()
     assert spare == 0 or (spare > 0 and not manager.ranks.alone), "settled counts differ from the device's"
-    check_bounds(manager)
 
 
 def _check_ring(manager: PageManager, references: torch.Tensor) -> None:

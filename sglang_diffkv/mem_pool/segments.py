@@ -115,7 +115,6 @@ class SegmentStore:
 
     def count_again(self, segment: Segment) -> None:
         """The segment's pages are not known until the next snapshot counts them."""
-        segment.pages = 0
         self.counts.count_later(segment)
 
     # Release
@@ -155,6 +154,7 @@ class SegmentStore:
             self.counts.record(before - segment.pages)
             self.counts.on_counted(segment)
         else:
+            self.counts.record(0)  # only the device knows what has returned
             self.count_again(segment)
             if wait:
                 self.counts.settle()
@@ -172,7 +172,7 @@ class SegmentStore:
         self._changing(segment)
         self.counts.dropped(segment)
         self._empty(segment.row)
-        segment.row, segment.lo, segment.pages = row, lo, 0
+        segment.row, segment.lo = row, lo
         self.counts_of.changed(segment)
         self.counts.count_later(segment)
 

@@ -158,6 +158,21 @@ class PrefixesMachine(TreeMachine):
         self.write()
         self.read(seed, 70, tail)
 
+    @rule(seed=st.integers(0, 2), length=st.integers(5, 70), tail=st.integers(0, 3), gone=st.booleans())
+    def ask(self, seed: int, length: int, tail: int, gone: bool) -> None:
+        """A prompt comes back, wholly or a part, for a request that is not admitted then. Nothing waits in between."""
+        if gone:
+            self.tree.make_pages(self.manager.geometry.num_pages, partly=True)
+        if self.manager.ranks.alone:
+            self.manager.counts.settle()
+        source = random.Random(seed)
+        tokens = array("q", [source.randrange(3) for _ in range(length)] + [tail] * tail + [9])
+        with self.host.admitting(asking(tokens)):
+            match = Match(self.tree, tokens, extra_key=self.named()[1])
+        match.unlock(self.tree)
+        with self.manager.launching():
+            pass  # invariants look at bytes, which are on their way
+
     @rule(pause=st.booleans())
     def drop(self, pause: bool) -> None:
         """A change of weights, or a pause that retracts all."""
@@ -318,7 +333,8 @@ def test_pages_of_what_comes_back_are_known_to_the_host(world: World) -> None:
     for asked, left in ((60, 0), (40, 1), (60, 0)):
         evict_all(world)
         assert admitted(world, [*tokens[:asked], 1]) == asked and uncounted.pop() == left
-        assert not uncounted
+        assert counts.free_bound() == counts.free() and not world.manager.rows
+        assert not uncounted and len(counts.uncounted) == left, "nothing runs, and the device was asked"
 
 
 @pytest.mark.parametrize("policy", [WRITE_BACK, WRITE_THROUGH, SELECTIVE])

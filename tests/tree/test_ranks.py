@@ -344,6 +344,34 @@ def test_a_prefix_is_there_once_all_ranks_have_it() -> None:
     machine.each(lambda member: member.structures_are_consistent())
 
 
+def test_a_part_that_comes_back_is_counted_by_all_ranks_together() -> None:
+    """Each has other pages of it, so what one knows says nothing of the rank where it takes most."""
+    machine = HostRanksMachine()
+    machine.admit(seed=1, length=70, tail=0)
+    machine.extend(chunk=49)
+    machine.extend(chunk=49)
+    machine.decode(steps=12)
+    machine.leave(which=0, insert=True)
+    members = machine.pair.members
+    machine.each(lambda member: member.tree.make_pages(member.manager.geometry.num_pages, partly=True))
+    while not all(x.manager.saved_segments.ready(saved) for x in members for saved in x.manager.saved_segments.held):
+        machine.write()
+
+    def ask(member: Any) -> None:
+        assert member.manager.counts.settled
+        member.ask(seed=1, length=50, tail=0, gone=False)
+        (segment,) = member.manager.segments.cached
+        assert segment.hi == 50 and not segment.pages and not member.manager.counts.settled
+
+    machine.each(ask)
+    (ours, theirs) = [(x, *x.manager.segments.cached) for x in members]
+    assert ours[1].pages == theirs[1].pages > 0 and ours[1].held == theirs[1].held
+    pages = [member.manager.device.pages_of(segment.row) for member, segment in (ours, theirs)]
+    assert pages[0] != pages[1], "ranks hold as many pages"
+    machine.each(lambda member: member.tree.make_pages(member.manager.geometry.num_pages, partly=True))
+    assert {member.manager.counts.free() for member in members} == {members[0].manager.geometry.num_pages}
+
+
 def with_store(folder: Path, prefetch: Prefetch) -> HostRanksMachine:
     """Ranks that write what they copy to a folder, and find it there."""
     machine = HostRanksMachine()
