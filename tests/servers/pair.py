@@ -113,15 +113,14 @@ class Pair:
     def reply(self, prompt: Sequence[int], new_tokens: int, **more: Any) -> list[int]:
         """Output tokens, greedily."""
         response = self.ask(request(prompt, new_tokens, **more))
-        response.raise_for_status()
+        assert response.ok, response.text
         return list(response.json()["output_ids"])
 
-    def until_retracted(
-        self, prompts: Sequence[Sequence[int]], lengths: Sequence[int]
-    ) -> Iterator[tuple[int, list[list[int]]]]:
-        """Each length, and replies of it to all prompts at once, until a retracted request has come back.
+    def until_retracted(self, prompts: Sequence[Sequence[int]], new_tokens: int) -> Iterator[list[list[int]]]:
+        """Replies to all prompts at once, until a retracted request has come back: of each prompt one, two or three.
 
-        How many requests meet is the machine's choice: short replies may end before other prompts have come.
+        How many requests meet is the machine's choice: replies may end before other prompts have come. Of many requests
+        some always wait for room.
 
         Raises:
             AssertionError: none was retracted, one was lost, or one did not come back.
@@ -131,11 +130,13 @@ class Pair:
             return dict(stats_of(self.decode)["transfer"])
 
         before = found = transfer()
-        for length in lengths:
-            with ThreadPoolExecutor(len(prompts)) as threads:
-                replies = list(threads.map(lambda x: self.reply(x, length), prompts))  # noqa: B023
+        for times in (1, 2, 2, 3, 3):
+            crowd = [x for x in prompts for _ in range(times)]
+            with ThreadPoolExecutor(len(crowd)) as threads:
+                replies = list(threads.map(lambda x: self.reply(x, new_tokens), crowd))
             found = transfer()
-            yield length, replies
+            for k in range(times):
+                yield replies[k::times]
             if found["retracted_kept"] > before["retracted_kept"]:
                 break
         kept = found["retracted_kept"]

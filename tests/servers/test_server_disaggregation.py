@@ -39,8 +39,8 @@ PROMPTS = [prompt(5, 2), prompt(47, 3), prompt(333, 4), PREFIX + prompt(70, 5), 
 
 ROOMY = ("--max-total-tokens", "16384", "--chunked-prefill-size", "128")
 TIGHT = ("--max-total-tokens", "620", "--num-reserved-decode-tokens", "16")
-LENGTHS = (100, 200, 400)
-"""Of replies that are to fill it together. Of the longest it has no room for two, of the others for three or four."""
+FILLING = 100
+"""Tokens of replies of which three or four fill the pool of the decode server."""
 SMALL = ("--max-total-tokens", "1000", "--num-reserved-decode-tokens", "16")
 ROUNDING = 0.1
 """Of log-probabilities."""
@@ -101,8 +101,8 @@ def test_sglang_s_router_asks_both_servers(pairs: dict[str, Pair], shared_server
 def test_a_full_decode_server_retracts_and_all_replies_are_those_of_a_roomy_one(pairs: dict[str, Pair]) -> None:
     two = pairs["lossless"]
     prompts = [prompt(60 + 17 * k, 10 + k) for k in range(5)]
-    for length, together in two.until_retracted(prompts, LENGTHS):
-        check_alone(two, prompts, length, together)
+    for together in two.until_retracted(prompts, FILLING):
+        check_alone(two, prompts, FILLING, together)
     settled(two)
 
 
@@ -190,8 +190,8 @@ def test_a_full_decode_server_with_a_prefix_cache_makes_room(chatting: dict[str,
     assert stats_of(two.prefill)["transfer"]["pages_left"] == left
     assert two.reply(asked, 60) == first
     prompts = [prompt(100 + 17 * k, 90 + k) for k in range(5)]
-    for length, together in two.until_retracted(prompts, LENGTHS):
-        check_alone(two, prompts, length, together)
+    for together in two.until_retracted(prompts, FILLING):
+        check_alone(two, prompts, FILLING, together)
     settled(two)
 
 

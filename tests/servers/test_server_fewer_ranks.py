@@ -24,8 +24,8 @@ from tests.servers.shared import STRICT, stats_of
 from tests.servers.test_server_disaggregation import (
     CHATS,
     DEFAULT,
+    FILLING,
     KEEPS_PREFIXES,
-    LENGTHS,
     LOSSLESS,
     PROMPTS,
     ROOMY,
@@ -107,8 +107,8 @@ def test_a_full_lossless_server_gives_the_tokens_of_one(server_of: Callable[...,
         for tokens, reply in zip(PROMPTS, replies, strict=True):
             equal_but_for_rounding(reply, one.generate({**asked(tokens), "top_logprobs_num": 2}), ROUNDING)
         prompts = [prompt(100 + 17 * k, 10 + k) for k in range(4)]
-        for length, together in pair.until_retracted(prompts, LENGTHS):
-            check_alone(pair, prompts, length, together)
+        for together in pair.until_retracted(prompts, FILLING):
+            check_alone(pair, prompts, FILLING, together)
         settled(pair)
 
 

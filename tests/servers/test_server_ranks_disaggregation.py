@@ -24,8 +24,8 @@ from tests.servers.shared import STRICT, stats_of
 from tests.servers.test_server_disaggregation import (
     CHATS,
     DEFAULT,
+    FILLING,
     HELD_SECONDS,
-    LENGTHS,
     LOSSLESS,
     PROMPTS,
     ROOMY,
@@ -115,8 +115,8 @@ def test_a_full_lossless_server_of_two_ranks_gives_the_tokens_of_one(server_of: 
     with Pair(LOSSLESS, ROOMY, decode_args=TIGHT, ranks=2) as pair:
         same_as_one(pair, LOSSLESS, server_of)
         prompts = [prompt(100 + 17 * k, 10 + k) for k in range(4)]
-        for length, together in pair.until_retracted(prompts, LENGTHS):
-            check_alone(pair, prompts, length, together)
+        for together in pair.until_retracted(prompts, FILLING):
+            check_alone(pair, prompts, FILLING, together)
         settled(pair)
 
 
