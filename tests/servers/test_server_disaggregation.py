@@ -42,7 +42,7 @@ TIGHT = ("--max-total-tokens", "620", "--num-reserved-decode-tokens", "16")
 FILLING = 100
 """Tokens of replies of which three or four fill the pool of the decode server."""
 SMALL = ("--max-total-tokens", "1000", "--num-reserved-decode-tokens", "16")
-ROUNDING = 0.1
+ROUNDING = 0.25
 """Of log-probabilities."""
 CHATS = ("--disaggregation-decode-enable-radix-cache",)
 KEEPS_PREFIXES = pytest.mark.skipif(compat.sglang_version() == "0.5.17", reason="this SGLang is refused with it")
