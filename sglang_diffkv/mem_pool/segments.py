@@ -113,10 +113,6 @@ class SegmentStore:
         self.counts_of.changed(segment)
         self.counts.count_later(segment)
 
-    def count_again(self, segment: Segment) -> None:
-        """The segment's pages are not known until the next snapshot counts them."""
-        self.counts.count_later(segment)
-
     # Release
 
     def _empty(self, row: int, *, private: int | None = None, exactly: bool = False) -> None:
@@ -155,7 +151,7 @@ class SegmentStore:
             self.counts.on_counted(segment)
         else:
             self.counts.record(0)  # only the device knows what has returned
-            self.count_again(segment)
+            self.counts.count_later(segment)
             if wait:
                 self.counts.settle()
 

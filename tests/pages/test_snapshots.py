@@ -56,7 +56,7 @@ def test_a_segment_whose_positions_change_is_counted_anew() -> None:
     segment = max(segments, key=lambda x: x.hi - x.lo)
     before = sum(segment.held)
     world.tree.uncount(segment)
-    world.manager.segments.count_again(segment)
+    counts.count_later(segment)
     counts.settle()
     assert sum(segment.held) == before
     hi, segment.hi = segment.hi, segment.hi - 7

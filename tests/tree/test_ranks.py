@@ -12,7 +12,7 @@ from array import array
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import pytest
@@ -264,9 +264,11 @@ TestExactXKVRanks = ExactXKVRanksMachine.TestCase
 TestZipageRanks = ZipageRanksMachine.TestCase
 
 
-def retracting() -> RetractedRanksMachine:
-    """A request that is about to be retracted, with more pages on one rank than on the other."""
-    machine = RetractedRanksMachine()
+AnyMachine = TypeVar("AnyMachine", bound=RanksMachine)
+
+
+def with_request(machine: AnyMachine) -> AnyMachine:
+    """The machine, with a request that runs. It has more pages on one rank than on the other."""
     machine.admit(seed=1, length=70, tail=0)
     machine.extend(chunk=49)
     machine.extend(chunk=49)
@@ -276,7 +278,7 @@ def retracting() -> RetractedRanksMachine:
 
 def test_a_retracted_request_comes_back_on_all_ranks() -> None:
     """Each brings back its own pages, and sets aside as many of the host's as the other."""
-    machine = retracting()
+    machine = with_request(RetractedRanksMachine())
     machine.retract(which=0, overlap=False)
     held = [next(iter(member.manager.saved.held)) for member in machine.pair.members]
     assert len(held[0].tier) != len(held[1].tier), "ranks hold as many pages"
@@ -292,7 +294,7 @@ def test_a_retracted_request_comes_back_on_all_ranks() -> None:
 
 @pytest.mark.parametrize("step", ["extremes", "copy_out"])
 def test_a_rank_without_memory_keeps_all_from_keeping_it(step: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    machine = retracting()
+    machine = with_request(RetractedRanksMachine())
     saved = machine.pair.members[1].manager.saved
 
     def none(*given: Any) -> None:
@@ -308,11 +310,7 @@ def test_a_rank_without_memory_keeps_all_from_keeping_it(step: str, monkeypatch:
 
 def test_a_prefix_is_there_once_all_ranks_have_it() -> None:
     """Ranks hold other numbers of pages of it, and set aside as many of the host's."""
-    machine = HostRanksMachine()
-    machine.admit(seed=1, length=70, tail=0)
-    machine.extend(chunk=49)
-    machine.extend(chunk=49)
-    machine.decode(steps=12)
+    machine = with_request(HostRanksMachine())
     machine.leave(which=0, insert=True)
     members = machine.pair.members
     arrived = [SimpleNamespace(passed=False, query=lambda rank=rank: arrived[rank].passed) for rank in range(2)]
@@ -346,11 +344,7 @@ def test_a_prefix_is_there_once_all_ranks_have_it() -> None:
 
 def test_a_part_that_comes_back_is_counted_by_all_ranks_together() -> None:
     """Each has other pages of it, so what one knows says nothing of the rank where it takes most."""
-    machine = HostRanksMachine()
-    machine.admit(seed=1, length=70, tail=0)
-    machine.extend(chunk=49)
-    machine.extend(chunk=49)
-    machine.decode(steps=12)
+    machine = with_request(HostRanksMachine())
     machine.leave(which=0, insert=True)
     members = machine.pair.members
     machine.each(lambda member: member.tree.make_pages(member.manager.geometry.num_pages, partly=True))

@@ -107,7 +107,7 @@ class PathJoiner(PathRule):
             if self.tree.make_pages(segments.packed_pages(segment)) and segment in segments.cached:
                 self.tree.uncount(segment)
                 if not segments.pack(segment):
-                    segments.count_again(segment)
+                    self.manager.counts.count_later(segment)
 
     def left(self, req: Any, row: int) -> None:
         """``tidy`` looks at its path."""
