@@ -27,6 +27,7 @@ from sglang_diffkv.srt import whole_passes
 from sglang_diffkv.srt.backend import DiffKVAttnBackend
 from sglang_diffkv.srt.hooks import table
 from sglang_diffkv.srt.hooks.table import enable_fused_set_kv_buffer
+from sglang_diffkv.srt.models.speculation import draft_worker
 from sglang_diffkv.srt.pool import DiffKVPool
 from sglang_diffkv.srt.whole_passes import WholePasses
 from tests.kernels.library import Library
@@ -479,3 +480,12 @@ def test_a_pass_of_a_token_is_filled_up_to_the_smallest_graph(ours: bool) -> Non
     if isinstance(backend, DiffKVAttnBackend):
         backend.whole_passes = None
         assert not runs(1)
+
+
+def test_n_grams_mask_drafts_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """SGLang's worker reads a number of its module; here nothing reads what it would make by that of whole
+    sequences."""
+    found = pytest.importorskip("sglang.srt.speculative.ngram_worker", exc_type=ImportError)
+    monkeypatch.setattr(found, "USE_FULL_MASK", True)
+    assert issubclass(draft_worker(found.NGRAMWorker, ngram=True), found.NGRAMWorker)
+    assert not found.USE_FULL_MASK

@@ -151,6 +151,8 @@ def paged_backend(runner: Any) -> Any:
 
 def draft_worker(worker: type, *, ngram: bool) -> type:
     """SGLang's worker that drafts and verifies, over pages. ``ngram``: whether it is the one of n-grams."""
+    if ngram:
+        compat.short_ngram_masks(worker)
 
     class DraftWorker(worker):
         def alloc_memory_pool(self, *args: Any, **kwargs: Any) -> None:

@@ -9,6 +9,7 @@ import copy
 import logging
 import math
 import os
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import cache, partial
@@ -447,6 +448,14 @@ def unread_mask(requests: int, drafts: int, device: Any) -> Any:
 
     sizes = {"max_bs": requests, "max_context_len": 0, "num_draft_tokens": drafts, "device": device}
     return maybe_create_verify_mask(is_draft_runner=False, skip_prefill=False, is_read=False, **sizes)
+
+
+def short_ngram_masks(worker: type) -> None:
+    """Have SGLang's ``worker`` of n-grams mask drafts among themselves alone. By itself it makes a mask over each
+    request's whole sequence too, one request after the other while the GPU waits, for backends that read it."""
+    module = sys.modules[worker.__module__]
+    if hasattr(module, "USE_FULL_MASK"):
+        module.USE_FULL_MASK = False
 
 
 BETWEEN_LAYERS = "breakable"
