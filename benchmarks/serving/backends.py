@@ -39,6 +39,10 @@ class Backend:
             return diffkv_tokens(kv_bytes, shape, self.config, max_running)
         return stock_tokens(kv_bytes, shape, self.dtype)
 
+    def untold(self, tokens: int, shape: KVShape) -> int:
+        """Bytes that a server of so many tokens leaves out when it says what its cache takes: of layers that draft."""
+        return 0 if self.config is not None else tokens * shape.draft_bytes(self.dtype)
+
     def server_args(self, tokens: int) -> list[str]:
         """The arguments that only this backend gets, except for its name, its configuration and ``flags``."""
         dtype = [] if self.dtype not in DTYPE_BYTES or self.dtype == "bf16" else ["--kv-cache-dtype", self.dtype]

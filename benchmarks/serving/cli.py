@@ -147,7 +147,7 @@ def prepare(args: argparse.Namespace, folder: Path, log_interval: int) -> Setup:
     ranks = () if args.tp_size == 1 else ("--tp-size", str(args.tp_size))
     return Setup(
         model=str(model),
-        shape=KVShape.of(model).of_rank(args.tp_size),
+        shape=replace(KVShape.of(model).of_rank(args.tp_size), drafting=int("NEXTN" in args.extra_server_args)),
         kv_bytes=round(args.kv_gib * GIB / args.tp_size),
         max_running=args.max_running,
         server_args=(*common, *ranks, *args.extra_server_args),

@@ -58,9 +58,44 @@ class Preset:
         }
 
 
+ATTENDS_EVERY = 4
+"""Of the layers of a hybrid model, the last of so many attends."""
+
+
+@dataclass(frozen=True)
+class HybridPreset(Preset):
+    """Sizes of a dense model most of whose layers have states and do not attend, as Qwen3.5's: gated delta rule with
+    heads of 128, half as many for keys as for values, and gated attention in every fourth layer. It drafts by a layer
+    of its own (``--speculative-algorithm NEXTN``)."""
+
+    delta_heads: int = 32
+
+    def config(self) -> dict[str, Any]:
+        """The content of ``config.json``."""
+        attending = range(ATTENDS_EVERY - 1, self.layers, ATTENDS_EVERY)
+        of_llama = super().config()
+        return {
+            **of_llama,
+            "architectures": ["Qwen3_5ForCausalLM"],
+            "model_type": "qwen3_5_text",
+            "full_attention_interval": ATTENDS_EVERY,
+            "layer_types": ["full_attention" if i in attending else "linear_attention" for i in range(self.layers)],
+            "linear_conv_kernel_dim": 4,
+            "linear_key_head_dim": 128,
+            "linear_value_head_dim": 128,
+            "linear_num_key_heads": self.delta_heads // 2,
+            "linear_num_value_heads": self.delta_heads,
+            "rms_norm_eps": 1e-06,
+            "rope_parameters": {
+                "rope_type": "default", "rope_theta": self.rope_theta, "partial_rotary_factor": 0.25
+            },
+        }  # fmt: skip
+
+
 PRESETS = {
     "llama3-8b": Preset(32, 4096, 14336, 32, 8, 128, 128256, 500000.0),
     "qwen2.5-32b": Preset(64, 5120, 27648, 40, 8, 128, 152064, 1000000.0),
+    "qwen3.5-9b": HybridPreset(32, 4096, 12288, 16, 4, 256, 248320, 10000000.0),
 }
 
 

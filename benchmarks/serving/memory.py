@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from sglang_diffkv.calibration import ModelGeometry
 from sglang_diffkv.config import DiffKVConfig
@@ -18,7 +19,12 @@ DTYPE_BYTES = {"bf16": 2, "fp8_e4m3": 1, "fp8_e5m2": 1}
 
 @dataclass(frozen=True)
 class KVShape:
-    """What a model's KV cache depends on."""
+    """What a model's KV cache depends on.
+
+    Attributes:
+        layers: those with keys and values. stateful: others, which have states. drafting: more with keys and values,
+            that draft (``--speculative-algorithm NEXTN``). DiffKV does not compress what these have.
+    """
 
     layers: int
     kv_heads: int
@@ -26,6 +32,12 @@ class KVShape:
     context: int
     vocab: int
     q_heads: int
+    stateful: int = 0
+    drafting: int = 0
+
+    @property
+    def all_layers(self) -> int:
+        return self.layers + self.stateful
 
     @classmethod
     def of(cls, model: str | Path) -> KVShape:
@@ -42,12 +54,13 @@ class KVShape:
         except KeyError as error:
             raise ValueError(f"{path} has no {error.args[0]}") from None
         return cls(
-            layers=found.layers,
+            layers=found.layers - (stateful := _stateful(config)),
             kv_heads=found.kv_heads,
             head_dim=found.head_dim,
             context=context,
             vocab=vocab,
             q_heads=found.query_heads,
+            stateful=stateful,
         )
 
     def of_rank(self, ranks: int) -> KVShape:
@@ -57,8 +70,20 @@ class KVShape:
         return replace(self, kv_heads=self.kv_heads // ranks, q_heads=self.q_heads // ranks)
 
     def token_bytes(self, dtype: str) -> int:
-        """Bytes of a token's keys and values in all layers."""
-        return 2 * self.layers * self.kv_heads * self.head_dim * DTYPE_BYTES[dtype]
+        """Bytes of a token's keys and values in all layers, those that draft among them."""
+        return (self.layers + self.drafting) * self._layer_bytes(dtype)
+
+    def draft_bytes(self, dtype: str) -> int:
+        """Bytes of a token's keys and values in the layers that draft."""
+        return self.drafting * self._layer_bytes(dtype)
+
+    def _layer_bytes(self, dtype: str) -> int:
+        return 2 * self.kv_heads * self.head_dim * DTYPE_BYTES[dtype]
+
+
+def _stateful(config: dict[str, Any]) -> int:
+    """Layers that do not attend to keys, of a model that names the kinds of its layers."""
+    return sum(kind == "linear_attention" or "attention" not in kind for kind in config.get("layer_types") or ())
 
 
 def stock_tokens(kv_bytes: int, shape: KVShape, dtype: str) -> int:
@@ -78,7 +103,8 @@ def diffkv_footprint(tokens: int, shape: KVShape, config: DiffKVConfig, max_runn
 def diffkv_plan(shape: KVShape, config: DiffKVConfig) -> MemoryPlan:
     """Its plan, for one rank."""
     fmt = config.page_format(shape.head_dim, shape.head_dim, shape.context + CONTEXT_SLACK)
-    return MemoryPlan(config, fmt, shape.layers, shape.kv_heads, shape.q_heads, gpu=has_gpu())
+    drafts = shape.draft_bytes("bf16")
+    return MemoryPlan(config, fmt, shape.layers, shape.kv_heads, shape.q_heads, gpu=has_gpu(), draft_bytes=drafts)
 
 
 def diffkv_tokens(kv_bytes: int, shape: KVShape, config: DiffKVConfig, max_running: int) -> int:

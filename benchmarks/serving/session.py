@@ -175,18 +175,21 @@ def running(backend: Backend, setup: Setup, budget: Budget) -> Iterator[tuple[Se
         server.start()
     facts: Record = {"start_s": time.perf_counter() - begin, "capacity_tokens": tokens}
     try:
-        facts["cache_gib"] = cache_gib(server.server_info(), tokens, setup.kv_bytes)
+        facts["cache_gib"] = cache_gib(
+            server.server_info(), tokens, setup.kv_bytes, backend.untold(tokens, setup.shape)
+        )
         yield server, facts
     finally:
         with budget.step(STOP):
             server.stop()
 
 
-def cache_gib(info: dict[str, Any], tokens: int, kv_bytes: int) -> float:
-    """The size of the server's cache by its own account. Raises BenchmarkError if it is not the one asked for."""
+def cache_gib(info: dict[str, Any], tokens: int, kv_bytes: int, untold: int = 0) -> float:
+    """The size of the server's cache by its own account, and what that leaves ``untold``, in bytes. Raises
+    BenchmarkError if it is not the one asked for."""
     if (found := info.get("max_total_num_tokens")) != tokens:
         raise BenchmarkError(f"the server has room for {found} tokens, {tokens} were asked for")
-    held = float(info["internal_states"][0]["memory_usage"]["kvcache"])
+    held = float(info["internal_states"][0]["memory_usage"]["kvcache"]) + gib(untold)
     try:
         check_bytes(held, gib(kv_bytes), CACHE_ROUNDING)
     except ValueError as error:

@@ -288,7 +288,7 @@ def record_passes(
             read([draw.randrange(vocab // 2, vocab) for _ in range(SHORT_PROMPT)])
             time.sleep(0.1)
         trace = found.result()
-    passes = cut_into_passes(sorted_kernels(trace), setup.shape.layers)[:expected]
+    passes = cut_into_passes(sorted_kernels(trace), setup.shape.all_layers)[:expected]
     if len(passes) < expected:
         raise BenchmarkError(f"{length}: the profile holds {len(passes)} passes, not {expected}: is --chunk right?")
     columns = []

@@ -202,7 +202,7 @@ class Chunked:
 
 @pytest.mark.parametrize(("length", "cached", "passes"), [(250, 0, 3), (130, 120, 1)])
 def test_passes_over_a_prompt_are_recorded_apart(tmp_path, length, cached, passes):
-    setup = SimpleNamespace(seed=0, shape=SimpleNamespace(vocab=1000, layers=2))
+    setup = SimpleNamespace(seed=0, shape=SimpleNamespace(vocab=1000, all_layers=2))
     args = SimpleNamespace(chunk=100, repeat=1)
     found = step_profile.record_passes(Chunked(tmp_path, 100), setup, args, tmp_path, length, cached)
     assert [x["pass"] for x in found["passes"]] == list(range(1, passes + 1))
@@ -227,7 +227,7 @@ def test_passes_over_a_prompt_are_recorded_apart(tmp_path, length, cached, passe
 
 
 def test_a_profile_of_half_a_pass_is_an_error(tmp_path):
-    setup = SimpleNamespace(seed=0, shape=SimpleNamespace(vocab=1000, layers=4))
+    setup = SimpleNamespace(seed=0, shape=SimpleNamespace(vocab=1000, all_layers=4))
     with pytest.raises(BenchmarkError, match="no multiple of 4 layers"):
         step_profile.record_passes(
             Chunked(tmp_path, 100, layers=2), setup, SimpleNamespace(chunk=100, repeat=1), tmp_path, 90, 0

@@ -3,6 +3,7 @@
 import argparse
 import importlib.util
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -104,6 +105,14 @@ def test_geometry_folder(tmp_path):
     assert tokenizer.encode(tokenizer.decode(ids)).ids == ids
     with pytest.raises(ValueError, match=r"no config\.json"):
         KVShape.of(tmp_path)
+
+
+def test_layers_that_have_states_hold_no_keys(tmp_path):
+    pytest.importorskip("tokenizers")
+    preset = replace(PRESETS["qwen3.5-9b"], vocab=100)
+    assert KVShape.of(write_model(tmp_path, preset)) == KVShape(8, 4, 256, 32768, 100, 16, stateful=24)
+    config = json.loads((tmp_path / "config.json").read_text())
+    assert config["layer_types"][:5] == [*["linear_attention"] * 3, "full_attention", "linear_attention"]
 
 
 def test_loads_become_client_arguments():
