@@ -11,6 +11,7 @@ import re
 import shlex
 from dataclasses import dataclass
 from functools import cache
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from sglang_diffkv.evaluate.server import has_gpu
 
 GPU_BACKENDS = ("flashinfer:bf16", "flashinfer:fp8_e4m3", "triton:bf16")
 CPU_BACKENDS = ("torch_native:bf16",)
+DRAFT_DTYPE = "--speculative-draft-kv-cache-dtype"
 
 
 @dataclass(frozen=True)
@@ -33,15 +35,22 @@ class Backend:
     config: DiffKVConfig | None = None
     flags: tuple[str, ...] = ()
 
+    @property
+    def drafts(self) -> str:
+        """The dtype of what layers have that draft."""
+        usual = "bf16" if self.config is not None else self.dtype
+        named = [value for flag, value in pairwise(self.flags) if flag == DRAFT_DTYPE]
+        return named[-1] if named else usual
+
     def tokens(self, kv_bytes: int, shape: KVShape, max_running: int) -> int:
         """Tokens for ``--max-total-tokens``. Raises ValueError if the bytes are too few."""
         if self.config is not None:
-            return diffkv_tokens(kv_bytes, shape, self.config, max_running)
+            return diffkv_tokens(kv_bytes, shape, self.config, max_running, self.drafts)
         return stock_tokens(kv_bytes, shape, self.dtype)
 
     def untold(self, tokens: int, shape: KVShape) -> int:
         """Bytes that a server of so many tokens leaves out when it says what its cache takes: of layers that draft."""
-        return 0 if self.config is not None else tokens * shape.draft_bytes(self.dtype)
+        return 0 if self.config is not None else tokens * shape.draft_bytes(self.drafts)
 
     def server_args(self, tokens: int) -> list[str]:
         """The arguments that only this backend gets, except for its name, its configuration and ``flags``."""

@@ -23,7 +23,8 @@ class KVShape:
 
     Attributes:
         layers: those with keys and values. stateful: others, which have states. drafting: more with keys and values,
-            that draft (``--speculative-algorithm NEXTN``). DiffKV does not compress what these have.
+            that draft (``--speculative-algorithm NEXTN``). DiffKV does not compress what these have. SGLang
+            stores it in FP8 where that is asked for.
     """
 
     layers: int
@@ -94,25 +95,29 @@ def stock_tokens(kv_bytes: int, shape: KVShape, dtype: str) -> int:
     return tokens
 
 
-def diffkv_footprint(tokens: int, shape: KVShape, config: DiffKVConfig, max_running: int) -> Footprint:
-    """All that a DiffKV server of ``tokens`` high-tier tokens puts on the device."""
-    plan = diffkv_plan(shape, config)
+def diffkv_footprint(
+    tokens: int, shape: KVShape, config: DiffKVConfig, max_running: int, drafts: str = "bf16"
+) -> Footprint:
+    """All that a DiffKV server of ``tokens`` high-tier tokens puts on the device. ``drafts``: dtype of what the layers
+    have that draft."""
+    plan = diffkv_plan(shape, config, drafts)
     return plan.footprint(plan.geometry(tokens, max_running + 1, shape.context + CONTEXT_SLACK), tokens)
 
 
-def diffkv_plan(shape: KVShape, config: DiffKVConfig) -> MemoryPlan:
-    """Its plan, for one rank."""
+def diffkv_plan(shape: KVShape, config: DiffKVConfig, drafts: str = "bf16") -> MemoryPlan:
+    """Its plan, for one rank. ``drafts``: as above."""
     fmt = config.page_format(shape.head_dim, shape.head_dim, shape.context + CONTEXT_SLACK)
-    drafts = shape.draft_bytes("bf16")
-    return MemoryPlan(config, fmt, shape.layers, shape.kv_heads, shape.q_heads, gpu=has_gpu(), draft_bytes=drafts)
+    beside = shape.draft_bytes(drafts)
+    return MemoryPlan(config, fmt, shape.layers, shape.kv_heads, shape.q_heads, gpu=has_gpu(), draft_bytes=beside)
 
 
-def diffkv_tokens(kv_bytes: int, shape: KVShape, config: DiffKVConfig, max_running: int) -> int:
-    """Most high-tier tokens of a DiffKV server that fit into ``kv_bytes`` with all that it needs beside the pages."""
-    plan, context = diffkv_plan(shape, config), shape.context + CONTEXT_SLACK
+def diffkv_tokens(kv_bytes: int, shape: KVShape, config: DiffKVConfig, max_running: int, drafts: str = "bf16") -> int:
+    """Most high-tier tokens of a DiffKV server that fit into ``kv_bytes`` with all that it needs beside the pages.
+    ``drafts``: as above."""
+    plan, context = diffkv_plan(shape, config, drafts), shape.context + CONTEXT_SLACK
     tokens = plan.capacity_in(kv_bytes, lambda _: max_running + 1, context)
     if tokens < 1:
-        least = diffkv_footprint(1, shape, config, max_running).total
+        least = diffkv_footprint(1, shape, config, max_running, drafts).total
         raise ValueError(f"{kv_bytes} bytes do not hold DiffKV's smallest pool of {least} bytes")
     return tokens
 

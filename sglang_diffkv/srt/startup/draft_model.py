@@ -24,6 +24,10 @@ logger = logging.getLogger(__name__)
 BACKENDS = {"cuda": "triton", "cpu": "torch_native"}
 """Attention backend of the draft model where none is given."""
 
+DTYPES = {"fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
+"""What ``--speculative-draft-kv-cache-dtype`` may name that takes fewer bytes than the draft model's own numbers. Those
+of 4 bits, and with scales, are planned for as the model's numbers."""
+
 
 def choose_backend(server_args: Any) -> None:
     """Give the draft model an attention backend, unless the user named one: by itself SGLang takes the target's."""
@@ -50,7 +54,8 @@ def bytes_of_slot(server_args: Any) -> int:
     )
     layers = model.num_nextn_predict_layers or max(model.num_hidden_layers, model.num_attention_layers)
     numbers = layers * model.get_num_kv_heads(args.tp_size) * (model.head_dim + (model.v_head_dim or model.head_dim))
-    return int(numbers * torch.empty(0, dtype=model.dtype).element_size())
+    asked = getattr(args, "speculative_draft_kv_cache_dtype", None)
+    return int(numbers * DTYPES.get(str(asked), model.dtype).itemsize)
 
 
 def build_pool(original: Any, configurator: Any, sizes: dict[str, Any]) -> Any:

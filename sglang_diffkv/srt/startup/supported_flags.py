@@ -74,7 +74,7 @@ ORTHOGONAL: dict[str, str] = {
         "quantization_param_path"
     ),
     "how a request finds its replica": "load_balance_method",
-    "a draft model's own cache, a pool of SGLang's, which is planned for as if it held the model's numbers": (
+    "a draft model's own cache, a pool of SGLang's; bytes of FP8 are planned for, other dtypes as the model's": (
         "speculative_draft_kv_cache_dtype"
     ),
     "states of layers that do not attend, and what computes them, are SGLang's; their bytes are not the pool's": (

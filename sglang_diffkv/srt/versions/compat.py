@@ -453,7 +453,7 @@ def unread_mask(requests: int, drafts: int, device: Any) -> Any:
 def short_ngram_masks(worker: type) -> None:
     """Have SGLang's ``worker`` of n-grams mask drafts among themselves alone. By itself it makes a mask over each
     request's whole sequence too, one request after the other while the GPU waits, for backends that read it."""
-    module = sys.modules[worker.__module__]
+    module: Any = sys.modules[worker.__module__]
     if hasattr(module, "USE_FULL_MASK"):
         module.USE_FULL_MASK = False
 
