@@ -109,7 +109,7 @@ class PageLedger(ExpectedGrowth):
         self.started_over = 0
         """Requests that did not fit alone behind their prefix, and were computed as a whole."""
         self._allocating = self._compressing = self._checking = False
-        self._credit = 0
+        self._credit = self._charged = 0
         self.refused: float | None = None
         """Tokens that the last refused request needed, while it waits for them."""
 
@@ -275,8 +275,7 @@ class PageLedger(ExpectedGrowth):
             return 0
         total = self.manager.geometry.num_pages
         free = self.uncommitted_pages()
-        if self._allocating:
-            free += self.promised_pages()
+        free += self.promised_pages() if self._allocating else self._charged
         tokens = self.capacity - self._tokens(total - free)
         if self.manager.rows:
             tokens = min(tokens, max(self.uncommitted_kv_slots(), 0))
@@ -314,6 +313,19 @@ class PageLedger(ExpectedGrowth):
         finally:
             self._credit = before
 
+    @contextmanager
+    def charging(self, prompts: Iterable[tuple[Hashable, int]]) -> Iterator[None]:
+        """Inside, SGLang itself subtracts so many tokens for each of these requests, whose prompts it has admitted to
+        the pass that it is making up. As many of the pages that they are promised are available, so that they are not
+        subtracted twice."""
+        fmt, heads = self.manager.fmt, self.manager.geometry.heads
+        pages = ((self.promised.get(x, NOTHING).pages, heads * (tokens // fmt.high.tokens)) for x, tokens in prompts)
+        before, self._charged = self._charged, sum(min(promised, charged) for promised, charged in pages)
+        try:
+            yield
+        finally:
+            self._charged = before
+
     def unlimited(self) -> AbstractContextManager[None]:
         """Inside, memory limits no chunk: its pages are promised, or it was seen to fit."""
         return self.credited(1 << 40)
@@ -336,6 +348,10 @@ class PageLedger(ExpectedGrowth):
         growth = self.growth_estimate() * PROMPT_MARGIN / GROWTH_MARGIN if self.growth_estimate() < 1 else 1.0
         whole = chunk + self._window_of(None)
         return min(math.ceil(growth * max(new_tokens - whole, 0) + self._part_filled) + whole, new_tokens)
+
+    def given_back(self, new_tokens: int) -> int:
+        """High-tier tokens that a prompt of ``new_tokens`` is expected to give back when it is compacted at its end."""
+        return new_tokens - self.compacting_tokens(new_tokens, 0)
 
     def most_pages(self, path: Path, own_tokens: int) -> int:
         """Pages, at most, that a request of ``own_tokens`` after ``path`` keeps from others."""

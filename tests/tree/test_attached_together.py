@@ -211,3 +211,55 @@ def test_a_path_stays_while_others_are_evicted_for_its_request(monkeypatch: pyte
     monkeypatch.setattr(world.requests, "turn_away", lambda *_: False)
     add_one_req(lambda *_: AddReqResult.NO_TOKEN, adder, req)
     assert [len(Match(world.tree, array("q", tokens))) for tokens in prompts] == [39, 0]
+
+
+def test_what_is_admitted_in_a_pass_is_subtracted_once() -> None:
+    """SGLang subtracts the tokens of prompts that it has admitted, whose pages are promised by then."""
+    world = World(2000, exact=False, share_min=8)
+    ledger, page, seen = world.requests.ledger, world.manager.fmt.high.tokens, list[int]()
+    adder = SimpleNamespace(
+        token_to_kv_pool_allocator=world.allocator, tree_cache=world.tree, can_run_list=[], new_token_ratio=1.0,
+        running_batch=SimpleNamespace(reqs=[]), new_chunked_req=None, rem_chunk_tokens=10**6,
+    )  # fmt: skip
+
+    def original(adder: Any, req: Any) -> AddReqResult:
+        seen.append(world.allocator.available_size())
+        adder.can_run_list.append(req)
+        return AddReqResult.CONTINUE
+
+    ledger.set_aside("other", 30 * world.manager.geometry.heads, 0)
+    outside = [ledger.available()]
+    for tokens in (2 * page + 1, 5 * page, 60):
+        req = asks(world, world.tokens(100))
+        req.extend_range.end = tokens
+        add_one_req(original, adder, req)
+        outside.append(ledger.available())
+    assert outside[0] - outside[1] >= 100, "its pages are promised"
+    assert seen == [outside[0], outside[1] + 2 * page, outside[2] + 7 * page], "whole pages of what is subtracted"
+
+
+@pytest.mark.parametrize(
+    "obstacle", ["", "two passes", "all of it stays", "own window", "budget", "nothing is compacted"]
+)
+def test_what_a_prompt_gives_back_in_its_pass_is_not_reserved_beside_its_reply(
+    obstacle: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Until the pass has run it needs its pages, which is looked at apart."""
+    world = World(2000, exact=False, share_min=8)
+    ledger, req = world.requests.ledger, asks(world, world.tokens(300))
+    monkeypatch.setattr(ledger, "growth_estimate", lambda: 0.5)
+    usual, _ = world.requests.admission_rule.check(req, 300, [], 1.0)
+    if obstacle == "all of it stays":
+        req.diffkv_keeps_high = True
+    elif obstacle == "own window":
+        req.diffkv_window = 4
+    elif obstacle == "budget":
+        monkeypatch.setattr(world.requests.admission_rule, "budget", True)
+    elif obstacle == "nothing is compacted":
+        monkeypatch.setattr("sglang_diffkv.srt.scheduling.lifecycle.compacts", lambda *_: False)
+    left = 299 if obstacle == "two passes" else 300
+    given_back = 0 if obstacle else ledger.given_back(300)
+    found = world.requests.check(req, 10**6, [], left=left)
+    assert found.growth(300, 900) == pytest.approx((growth := usual(300, 900)) - given_back)
+    assert found.growth(300, 1) == (usual(300, 1) if obstacle else 0), "not more than is reserved for the reply"
+    assert 100 < ledger.given_back(300) < 150 and growth > 400

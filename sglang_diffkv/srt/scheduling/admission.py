@@ -33,8 +33,9 @@ def add_one_req(original: Any, self: Any, req: Any, *args: Any, **kwargs: Any) -
     chunked = self.new_chunked_req is not None or kwargs.get("has_chunked_req", False)
     result, compacted = AddReqResult.NO_TOKEN, False
     cut = None if chunked else requests.tokens_to_branch(req)
+    left = min(x for x in (cut, self.rem_chunk_tokens, 1 << 62) if x is not None)
     with ledger.checking():
-        asked = req, _whole_chunk(self), [*running, *self.can_run_list], self.new_token_ratio
+        asked = req, _whole_chunk(self), [*running, *self.can_run_list], self.new_token_ratio, left
         admission = requests.check_spare(*asked)
         if admission is None:
             with compat.node_locked(self, req.last_node):
@@ -44,6 +45,7 @@ def add_one_req(original: Any, self: Any, req: Any, *args: Any, **kwargs: Any) -
         with (
             compat.estimated(req, admission.growth, budget=requests.admission_rule.budget),
             _ending_within(self, cut),
+            ledger.charging((x, compat.extend_end(x) - compat.prefix_len(x)) for x in self.can_run_list),
         ):
             if admission.fits:
                 result = original(self, req, *args, **kwargs)

@@ -126,7 +126,9 @@ class RequestLifecycle:
 
     # Admission
 
-    def check_spare(self, req: Any, chunk: int, running: Sequence[Any], ratio: float = 1.0) -> Admission | None:
+    def check_spare(
+        self, req: Any, chunk: int, running: Sequence[Any], ratio: float = 1.0, left: int = 0
+    ) -> Admission | None:
         """``check`` of a prompt of one chunk for which nothing has to be evicted, so that its path need not be locked.
         None if something may have to, or if requests hold budgets."""
         ledger, needed = self.ledger, compat.prompt_len(req) - compat.prefix_len(req)
@@ -137,15 +139,16 @@ class RequestLifecycle:
         if ledger.table_starved(blocks):
             return None
         self._forget_refused()
-        growth, fits = self.admission_rule.check(req, needed, running, ratio)
+        growth, fits = self._growth(req, needed, running, ratio, left)
         return Admission(path, needed, blocks, growth, fits=fits, fits_compacted=False, chunk=chunk, saved=0)
 
-    def check(self, req: Any, chunk: int, running: Sequence[Any], ratio: float = 1.0) -> Admission:
+    def check(self, req: Any, chunk: int, running: Sequence[Any], ratio: float = 1.0, left: int = 0) -> Admission:
         """Whether a request's prompt has room, evicting what may go. Its matched path must be locked.
 
         Args:
             chunk: tokens of a chunk that a pass has to itself. running: requests that run or are admitted already.
-            ratio: of the tokens that running requests may still generate, those that SGLang expects.
+            ratio: of the tokens that running requests may still generate, those that SGLang expects. left: tokens that
+            the request may compute in the pass that is being made up.
         """
         ledger = self.ledger
         self._forget_refused()
@@ -156,7 +159,7 @@ class RequestLifecycle:
         self.tree.make_kv_slots(needed)
         fits_pages = ledger.admits(needed, blocks)
         compacts = chunk < needed and self._may_compact(req, path, needed, running)
-        growth, fits = self.admission_rule.check(req, needed, running, ratio)
+        growth, fits = self._growth(req, needed, running, ratio, left)
         return Admission(
             path,
             needed,
@@ -167,6 +170,19 @@ class RequestLifecycle:
             chunk=chunk,
             saved=needed - ledger.compacting_tokens(needed, chunk) if compacts else 0,
         )
+
+    def _growth(
+        self, req: Any, needed: int, running: Sequence[Any], ratio: float, left: int
+    ) -> tuple[compat.Growth, bool]:
+        """What the request's generated tokens take, less what its prompt gives back in the same pass, and whether there
+        is room for it. Until then the prompt needs its pages, which ``PageLedger.admits`` looks for."""
+        growth, fits = self.admission_rule.check(req, needed, running, ratio)
+        whole = compat.keeps_high(req) or compat.own_window(req) or self.exact.keeps_prompts
+        whole = whole or not compacts(self.manager.state, self.manager.policy)
+        if whole or needed > left or self.admission_rule.budget:
+            return growth, fits
+        given_back = self.ledger.given_back(needed)
+        return lambda length, more: max(growth(length, more) - given_back, 0.0), fits
 
     def _may_compact(self, req: Any, path: Path, needed: int, running: Iterable[Any]) -> bool:
         """Whether a prompt may be compacted between chunks. Not where its exact form is wanted, or all of it in the
