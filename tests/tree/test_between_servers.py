@@ -206,6 +206,31 @@ def test_what_has_no_room_in_host_memory_ends_when_it_would_come_back() -> None:
     check(world.manager)
 
 
+def test_two_retracted_requests_do_not_come_back_to_the_room_of_one() -> None:
+    """SGLang looks for room for the next one when the first has its KV slots, and gives it its pages behind that."""
+    world = half(400)
+    receiving, ledger, reqs = world.requests.receiving, world.requests.ledger, list[Any]()
+    assert receiving is not None
+    for _ in range(2):
+        row = compat.allocated_row_of(world.prompt(world.tokens(150)))
+        req = request(row, 150)
+        disaggregation.keep_for(req, receiving.keep(req))
+        world.manager.release(row)
+        reqs.append(req)
+    first, second = reqs
+    wanted = receiving.tokens_back(second)
+    world.prompt(world.tokens(150))
+    world.manager.counts.settle()
+    assert wanted is not None and wanted <= ledger.available() < 2 * wanted, "one of them fits"
+    queue: Any = SimpleNamespace(token_to_kv_pool_allocator=world.allocator)
+    decode_side.pre_alloc(lambda self, req: None, queue, first)
+    assert receiving.tokens_back(second) > ledger.available(), "so the other one waits"
+    receiving.bring_back(first, disaggregation.kept_of(first))
+    assert receiving.counts == {"kept": 2, "restored": 1, "lost": 0} and not ledger.promised
+    assert receiving.tokens_back(second) > ledger.available()
+    check(world.manager)
+
+
 @pytest.mark.parametrize("error", [torch.OutOfMemoryError("none"), RuntimeError("odd"), AssertionError("odd")])
 def test_no_error_of_a_retracted_request_ends_the_scheduler(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
     world = half()

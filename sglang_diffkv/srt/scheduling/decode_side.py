@@ -79,9 +79,13 @@ def prealloc_required_tokens(original: Any, self: Any, req: Any) -> tuple[int, i
 
 
 def pre_alloc(original: Any, self: Any, req: Any, *args: Any, **kwargs: Any) -> Any:
-    """A prompt gets its KV slots, and with them what its row will need."""
+    """A prompt gets its KV slots, and with them what its row will need. So does a retracted request."""
     found, requests = original(self, req, *args, **kwargs), requests_of(self)
-    if requests is not None and requests.receiving is not None and not disaggregation.was_kept(req):
+    if requests is None or requests.receiving is None:
+        return found
+    if disaggregation.was_kept(req):
+        requests.receiving.comes_back(req, disaggregation.kept_of(req))
+    else:
         requests.receiving.expect(req, disaggregation.parts_of(self, req))
         disaggregation.expects_blocks(self, requests.receiving.imports)
     return found

@@ -153,11 +153,17 @@ class Receiving:
         self.counts["kept"] += 1
         return kept
 
+    def comes_back(self, req: Any, kept: KeptRow | str) -> None:
+        """A retracted request has got KV slots again. Its pages are set aside until ``bring_back``: before that SGLang
+        looks whether the next one has room too."""
+        if isinstance(kept, KeptRow):
+            self.ledger.set_aside(req, kept.takes.pages, self.ledger.blocks_for([], compat.tokens_of(req) - 1))
+
     def bring_back(self, req: Any, kept: KeptRow | str) -> None:
-        """A retracted request has got KV slots again. One that cannot come back ends with an error behind its next
-        step."""
+        """A retracted request gets its pages. One that cannot come back ends with an error behind its next step."""
         row, tokens = compat.allocated_row_of(req), compat.tokens_of(req) - 1
         self._here[req] = None
+        self.ledger.forget(req)
         try:
             if isinstance(kept, str):
                 raise NoRoom(kept)
