@@ -17,7 +17,7 @@ from tests.servers.shared import STRICT, check_idle, stats_of, tokens
 
 pytestmark = pytest.mark.server
 
-ARGS = ["--max-total-tokens", "1800", "--chunked-prefill-size", "8192", "--schedule-policy", "lpm"]
+ARGS = ["--max-total-tokens", "1800", "--chunked-prefill-size", "2048", "--schedule-policy", "lpm"]
 MIXED = {"rotate": "both", "policy": {"name": "diffkv", "window": 32, "alpha_high": 1e9}}
 ALONE = {"rotate": "both", "tiers": ["K8V4"]}
 EXACT = {**MIXED, "prefix_fidelity": "exact"}
