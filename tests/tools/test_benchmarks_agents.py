@@ -42,11 +42,17 @@ class Played(BaseHTTPRequestHandler):
         with self.lock:
             kind.busy += 1
             self.under_way.append(kind.busy)
+        self.counted = True
         try:
             self.answer()
         finally:
-            with self.lock:
-                kind.busy -= 1
+            self.over()
+
+    def over(self) -> None:
+        """The request is under way no more. Before its last event: behind that its client may send the next."""
+        with self.lock:
+            type(self).busy -= self.counted
+        self.counted = False
 
     def answer(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
@@ -71,6 +77,8 @@ class Played(BaseHTTPRequestHandler):
         for number, event in enumerate(events):
             if number < len(chunks):
                 time.sleep(self.wait / 2 if number else self.wait)
+            if number == len(events) - 1:
+                self.over()
             self.wfile.write(event)
             self.wfile.flush()
 
