@@ -238,14 +238,26 @@ def test_what_is_admitted_in_a_pass_is_subtracted_once() -> None:
     assert seen == [outside[0], outside[1] + 2 * page, outside[2] + 7 * page], "whole pages of what is subtracted"
 
 
+def test_no_more_than_is_promised_counts_as_subtracted() -> None:
+    """A prompt that is compacted between chunks is promised less than SGLang subtracts for it."""
+    ledger = World(2000, exact=False, share_min=8).requests.ledger
+    page, heads = ledger.manager.fmt.high.tokens, ledger.manager.geometry.heads
+    ledger.set_aside("other", 30 * heads, 0)
+    usual = ledger.available()
+    ledger.set_aside("less", 3 * heads, 0)
+    with ledger.charging([("less", 10 * page), ("nothing", 10 * page)]):
+        assert ledger.available() == usual
+    assert ledger.available() == usual - 3 * page
+
+
 @pytest.mark.parametrize(
-    "obstacle", ["", "two passes", "all of it stays", "own window", "budget", "nothing is compacted"]
+    "obstacle", ["", "two passes", "all of it stays", "own window", "exact", "budget", "nothing is compacted"]
 )
 def test_what_a_prompt_gives_back_in_its_pass_is_not_reserved_beside_its_reply(
     obstacle: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Until the pass has run it needs its pages, which is looked at apart."""
-    world = World(2000, exact=False, share_min=8)
+    world = World(2000, exact=obstacle == "exact", share_min=8)
     ledger, req = world.requests.ledger, asks(world, world.tokens(300))
     monkeypatch.setattr(ledger, "growth_estimate", lambda: 0.5)
     usual, _ = world.requests.admission_rule.check(req, 300, [], 1.0)
