@@ -12,6 +12,10 @@ from sglang_diffkv.layout.state import PageState
 Part = tuple[int, int, int]
 """(row, first position, position after the last)."""
 
+FROM_START = -1
+"""As the first position of a part that rows attach to: all that the source holds before the last one. Each of the
+source's position ranges has to begin with a token. So which pages hold one is known from these, and no page is read."""
+
 
 @dataclass(frozen=True)
 class Held:

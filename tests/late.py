@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
-from sglang_diffkv.mem_pool.device import Beside, PageDevice
+from sglang_diffkv.mem_pool import saved_rows
+from sglang_diffkv.mem_pool.device import Arriving, Beside, PageDevice
 
 
 def run_late(device: PageDevice, launched: list[str] | None = None) -> None:
@@ -26,18 +28,24 @@ SPOILT = 0xAB
 
 
 def arrive_late(device: PageDevice) -> None:
-    """From now on bytes of pages come back when what reads pages is about to be launched, and not before."""
+    """From now on bytes of pages come back when what reads them is about to be launched, and not before: those of some
+    layers before those of others, however few they are."""
+    saved_rows.LEAST_BY_LAYER = 0
     changed: Any = device
-    flush, arriving = device.flush, list[partial[Any]]()
 
-    def bring(copy_in: partial[Any]) -> None:
+    def bring(launches: Sequence[tuple[int, partial[Any]]], rows: Sequence[int] = (), *, unread: bool = False) -> None:
         with device.launching(reads_pages=False):
-            device.state.pages[copy_in.args[-1]] = SPOILT
-        arriving.append(copy_in)
+            for _, copy_in in launches:
+                for _, _, places in copy_in.args[0]:
+                    device.state.pages[places] = SPOILT
+        ends: Any = [*launches]
+        device._arriving.append(Arriving([], ends, frozenset(rows), unread))
 
-    def arrive() -> None:
-        while arriving:
-            arriving.pop(0)()
-        flush()
+    def reach(layer: int) -> None:
+        for arriving in device._arriving:
+            while arriving.ends and arriving.ends[0][0] <= layer:
+                copy_in: Any = arriving.ends.pop(0)[1]
+                copy_in()
+        device._arriving = [arriving for arriving in device._arriving if arriving.ends]
 
-    changed.bring, changed.flush = bring, arrive
+    changed.bring, changed.reach = bring, reach

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from sglang_diffkv.kernels.parts import FROM_START
 from sglang_diffkv.kernels.table import max_entries, put_entries, row_table, table_index
 from sglang_diffkv.layout.state import PageState
 
@@ -16,7 +17,7 @@ def attach(state: PageState, target: int, source: int, lo: int, hi: int, *, kept
     The target's own region starts after the attached pages: it never writes to them.
 
     Args:
-        kept_only: take only the pages that no segment holds yet.
+        lo: or ``FROM_START``. kept_only: take only the pages that no segment holds yet.
     """
     rows = torch.tensor([source, target], device=state.device)
     src, dst = rows[:1], rows[1:]
@@ -25,9 +26,12 @@ def attach(state: PageState, target: int, source: int, lo: int, hi: int, *, kept
         if width:
             page, page_lo, page_hi = (x[0] for x in row_table(state, src, tier, width))  # [L, H, E]
             page_lo, page_hi = page_lo.clamp(min=lo), page_hi.clamp(max=hi)
-            position = view.positions[page]  # [L, H, E, tokens]
-            held = (position >= page_lo.unsqueeze(3)) & (position < page_hi.unsqueeze(3))
-            keep = held.any(3) & (page != state.scratch_page)
+            if lo == FROM_START:
+                keep = page_lo < page_hi
+            else:
+                position = view.positions[page]  # [L, H, E, tokens]
+                keep = ((position >= page_lo.unsqueeze(3)) & (position < page_hi.unsqueeze(3))).any(3)
+            keep &= page != state.scratch_page
             if kept_only:
                 first = state.kept_entry[source, :, :, tier].unsqueeze(2)
                 keep &= torch.arange(width, device=state.device) >= first

@@ -12,7 +12,7 @@ import triton.language as tl
 
 from sglang_diffkv.kernels.attach.reference import freeze, keep
 from sglang_diffkv.kernels.launch import Launch
-from sglang_diffkv.kernels.parts import Part
+from sglang_diffkv.kernels.parts import FROM_START, Part
 from sglang_diffkv.kernels.triton_table import (
     I_POSITIONS,
     I_TOKENS,
@@ -38,6 +38,8 @@ SEALED = 256
 
 ENTRIES = 32
 """Table entries of an iteration: one a thread of the program's only warp, so that no atomic is repeated."""
+
+UNREAD = tl.constexpr(FROM_START)
 
 
 @triton.jit
@@ -70,8 +72,9 @@ def attach_tier(
         page = tl.load(page_table + at, mask=live, other=0)
         page_lo = tl.maximum(load_bound(range_lo, at, live), lo)
         page_hi = tl.minimum(load_bound(range_hi, at, live), hi)
-        keep = live & (page != num_pages)
-        keep = keep & holds(page, page_lo, page_hi, keep, pages, POSITIONS, TOKENS, PAGE_BYTES)
+        keep = live & (page != num_pages) & (page_lo < page_hi)
+        read = keep & (lo != UNREAD)
+        keep = keep & ((lo == UNREAD) | holds(page, page_lo, page_hi, read, pages, POSITIONS, TOKENS, PAGE_BYTES))
         rank = tl.cumsum(keep.to(tl.int32), 0) - 1
         entry = done + rank
         column = table_column(entry, TIER, MAX_BLOCKS)

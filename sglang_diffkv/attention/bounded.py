@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
 from sglang_diffkv.attention.wrappers import ExtendWrapper
 from sglang_diffkv.layout.transfer import FixedNumbers
-from sglang_diffkv.ops.base import BoundedPass, Step
+from sglang_diffkv.ops.base import BoundedPass, Scaling, Step
 
 GIVEN = 5
 """Numbers of a request: see ``BoundedPass``."""
@@ -26,7 +26,8 @@ class BoundedWrapper(ExtendWrapper):
         requests: of a pass, at most. tokens: new ones. stored: tokens that all its requests together have stored.
 
     Attributes:
-        tokens: of the pass or graph that comes next. scores: whether tokens get scores from passes.
+        tokens: of the pass or graph that comes next. scores: whether tokens get scores from passes. before_layer: is
+            called before a layer reads pages.
     """
 
     def __init__(self, *args: Any, requests: int, tokens: int, stored: int, **form: Any):
@@ -40,6 +41,7 @@ class BoundedWrapper(ExtendWrapper):
         )
         self.known = BoundedPass(self._given.there, (keys, values), tokens, stored)
         self.tokens = tokens
+        self.before_layer: Callable[[int], None] = lambda layer: None
         self.scores = self.policy.scored_tiers(len(state.fmt.tiers)) > 0
 
     def bound(self, tokens: int) -> None:
@@ -50,6 +52,13 @@ class BoundedWrapper(ExtendWrapper):
     def begin(self) -> None:
         self.step = Step.bounded(self.known, self.tokens, self.state.num_heads)
         super().begin()
+
+    def run(
+        self, layer: int, q: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: Scaling,
+        sink_logits: torch.Tensor | None = None,
+    ) -> torch.Tensor:  # fmt: skip
+        self.before_layer(layer)
+        return super().run(layer, q, key, value, scaling, sink_logits)
 
     def fits(self, prefixes: Sequence[int], counts: Sequence[int]) -> bool:
         """Whether requests with so many stored and new tokens make a pass that it may be told of."""

@@ -303,13 +303,20 @@ class PageCounts:
 
     # Snapshots
 
-    def take_snapshot(self) -> None:
-        """Enqueue a count of all request rows and of the segments not yet counted, after the last launched step."""
-        device, upcoming, segments = self.device, self.upcoming, self.uncounted.values()
-        rows, more = [*self.rows, *self.uncounted], len(segments)
+    def take_snapshot(self, *, of_arriving: bool = True) -> None:
+        """Enqueue a count of all request rows and of the segments not yet counted, after the last launched step.
+
+        Args:
+            of_arriving: of segments too whose bytes are on their way, which it comes behind. If not, the next one is;
+                several ranks, which exchange counts of the same segments, wait all the same.
+        """
+        device, upcoming = self.device, self.upcoming
+        of_arriving = of_arriving or not self.ranks.ranks.alone
+        segments = [x for x in self.uncounted.values() if of_arriving or not device.arrives(x.row)]
+        rows, more = [*self.rows, *(x.row for x in segments)], len(segments)
         count, tiers = len(rows), len(device.fmt.tiers)
         numbers = [*rows, *(x.lo for x in segments), *(x.hi for x in segments)]
-        with device.launching(reads_pages=more > 0):
+        with device.launching(reads_pages=of_arriving and more > 0):
             if numbers != self._numbers[0]:
                 self._numbers = numbers, device.to_device(numbers)
             there = self._numbers[1]

@@ -10,8 +10,9 @@ from typing import Any, Generic, TypeVar
 import torch
 
 from sglang_diffkv.kernels.copy_compact.reference import Part
+from sglang_diffkv.kernels.parts import FROM_START
 from sglang_diffkv.kernels.table import row_table
-from sglang_diffkv.layout.geometry import Geometry, Path, rows_of
+from sglang_diffkv.layout.geometry import Geometry, Path
 from sglang_diffkv.layout.state import PageState
 from sglang_diffkv.layout.transfer import to_device
 from sglang_diffkv.mem_pool.table_space import TableSpace
@@ -20,6 +21,14 @@ from sglang_diffkv.policies.base import Policy
 from sglang_diffkv.policies.diffkv import KEEP
 
 Result = TypeVar("Result")
+
+LAYER_GROUPS = 4
+"""Groups of layers whose bytes come one behind the other. The host launches copies, and graphs, for each."""
+
+
+def layer_groups(layers: int) -> list[int]:
+    """The first layer of each group, of a model with so many."""
+    return sorted({layers * number // LAYER_GROUPS for number in range(LAYER_GROUPS)})
 
 
 @dataclass(frozen=True)
@@ -32,6 +41,22 @@ class Beside(Generic[Result]):
 
     result: Result
     end: torch.cuda.Event | None
+
+
+@dataclass
+class Arriving:
+    """Bytes of pages on their way, some layers' behind others'.
+
+    Attributes:
+        kept: what has to stay until they are there. ends: by the first layer of each part, what marks its end; None
+            where it is there. rows: segments' rows that have these pages, and no others. unread: whether each of their
+            position ranges begins with a token, so that rows may attach to them before the bytes are there.
+    """
+
+    kept: list[Any]
+    ends: list[tuple[int, torch.cuda.Event | None]]
+    rows: frozenset[int] = frozenset()
+    unread: bool = False
 
 
 class Launching:
@@ -89,7 +114,8 @@ class PageDevice:
         self._gathers = False
         self._attaching: list[tuple[int, Sequence[Part]]] = []  # rows, and what they are about to refer to
         self._beside: dict[str, torch.cuda.Stream] = {}
-        self._arriving: list[Beside[Any]] = []  # what brings bytes of pages, until a launch has come behind it
+        self._attaches_read = False  # whether these look for tokens in pages whose bytes are on their way
+        self._arriving: list[Arriving] = []  # until a launch has come behind all of it
 
     def to_device(self, numbers: Any) -> torch.Tensor:
         """[n] int64 on the device, without waiting for it."""
@@ -108,26 +134,40 @@ class PageDevice:
         Args:
             allocates: whether they need memory beside the state's. If not, they wait for no other stream. reads_pages:
                 if not, they do not wait for bytes of pages that are on their way (``bring``), unless rows are to attach
-                first: that looks for tokens in pages.
+                first that have to look for tokens in these.
         """
         allocates = allocates or self.space.flush_allocates or len(self._attaching) > 1
-        reads_pages = reads_pages or bool(self._attaching)
         return Launching(self.stream, allocates, self.flush if reads_pages else self._flush_tables)
 
-    def flush(self) -> None:
+    def flush(self, *, by_layer: bool = False) -> None:
         """Bring the device up to what the host has decided, on the current stream, without waiting: bytes of pages that
-        are on their way, table blocks of rows, and what rows refer to."""
-        for beside in self._arriving:
-            if beside.end is not None:
-                torch.cuda.current_stream().wait_event(beside.end)
-        self._arriving.clear()
+        are on their way, table blocks of rows, and what rows refer to.
+
+        Args:
+            by_layer: what is launched next calls ``reach`` before it reads pages of a layer, and comes behind the bytes
+                of that layer.
+        """
+        self.reach(0 if by_layer else self.geometry.num_layers)
         self._flush_tables()
+
+    def reach(self, layer: int) -> None:
+        """What is launched next on the current stream reads pages of a layer, and of those before it."""
+        if not self._arriving:
+            return
+        for arriving in self._arriving:
+            while arriving.ends and arriving.ends[0][0] <= layer:
+                _, end = arriving.ends.pop(0)
+                if end is not None:
+                    torch.cuda.current_stream().wait_event(end)
+        self._arriving = [arriving for arriving in self._arriving if arriving.ends]
 
     def _flush_tables(self) -> None:
         self.space.flush()
         if self._attaching:
+            if self._attaches_read:
+                self.reach(self.geometry.num_layers)
             self.ops.attach_paths(self._attaching)
-            self._attaching = []
+            self._attaching, self._attaches_read = [], False
 
     @contextmanager
     def attaching_together(self) -> Iterator[None]:
@@ -141,7 +181,7 @@ class PageDevice:
 
     def _attach_gathered(self) -> None:
         if self._attaching and not self._gathers:
-            with self.launching(allocates=False):
+            with self.launching(allocates=False, reads_pages=False):
                 pass
 
     def launch_beside(self, launch: Callable[[], Result]) -> Beside[Result]:
@@ -171,11 +211,27 @@ class PageDevice:
                 raise
         return Beside(result, stream.record_event())
 
-    def bring(self, launch: Callable[[], Any]) -> None:
+    def bring(
+        self, launches: Sequence[tuple[int, Callable[[], Any]]], rows: Sequence[int] = (), *, unread: bool = False
+    ) -> None:
         """``launch_beside``, on another stream, of copies to pages that nobody reads yet. What is launched from now on
         comes behind them, but for what reads no page: so counts do not wait for bytes, nor for those that were brought
-        before. What ``launch`` returns is kept until then."""
-        self._arriving.append(self._launch_on("in", launch, reads_pages=False))
+        before.
+
+        Args:
+            launches: in order, each with the first layer whose pages it fills, from 0 on. What it returns is kept until
+                all have ended. rows, unread: as of ``Arriving``.
+        """
+        arriving = Arriving([], [], frozenset(rows), unread)
+        for layer, launch in launches:
+            copied = self._launch_on("in", launch, reads_pages=False)
+            arriving.kept.append(copied.result)
+            arriving.ends.append((layer, copied.end))
+        self._arriving.append(arriving)
+
+    def arrives(self, row: int) -> bool:
+        """Whether bytes of a segment's pages are on their way."""
+        return any(row in arriving.rows for arriving in self._arriving)
 
     def join(self, beside: Beside[Result]) -> Result:
         """What is launched from now on comes behind ``beside``. The host does not wait."""
@@ -188,8 +244,21 @@ class PageDevice:
         """Append references to segments' pages to a row's table. Raises TableFull, changing nothing."""
         if path:
             self.space.extend(row, self.space.path_entries(path))
-            self._attaching.append((row, rows_of(path)))
+            self._attaching.append((row, self._parts_of(path)))
             self._attach_gathered()
+
+    def _parts_of(self, path: Path) -> list[Part]:
+        """What ``Ops.attach_paths`` takes of a path. Pages whose bytes are on their way are not read for it, if that
+        can be."""
+        found: list[Part] = []
+        for segment, lo, hi in path:
+            first = lo
+            for arriving in self._arriving:
+                if segment.row in arriving.rows:
+                    unread = arriving.unread and lo == segment.lo
+                    first, self._attaches_read = FROM_START if unread else lo, self._attaches_read or not unread
+            found.append((segment.row, first, hi))
+        return found
 
     def share(self, target: int, source: int, lo: int, hi: int, *, kept_only: bool = False) -> None:
         """References to the pages of a row for another one, which has room for them: ``kernels/attach``."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 
 import torch
 
@@ -158,13 +158,18 @@ class HostPages:
 
 def first_of(runs: Iterable[Run], count: int) -> list[Run]:
     """The first ``count`` pages of runs that have at least so many."""
-    found: list[Run] = []
-    for start, length in runs:
-        if count:
-            found.append((start, min(length, count)))
-            count -= min(length, count)
-    assert count == 0, "runs have fewer pages"
-    return found
+    return list(part_of(runs, 0, count))
+
+
+def part_of(runs: Iterable[Run], start: int, count: int) -> Iterator[Run]:
+    """Of runs ``count`` pages from number ``start`` on."""
+    for first, length in runs:
+        skipped = min(start, length)
+        taken = min(length - skipped, count)
+        if taken:
+            yield first + skipped, taken
+        start, count = start - skipped, count - taken
+    assert not count, "runs have fewer pages"
 
 
 def _aligned(count: int, page_bytes: int) -> torch.Tensor:

@@ -204,7 +204,7 @@ class PageManager:
         """
         self.end_pass()
         self._check_starts(rows, start)
-        self.counts.take_snapshot()
+        self.counts.take_snapshot(of_arriving=False)
         self.space.append_all(rows, new_tokens)
         pages = 0
         for row, count in zip(rows, new_tokens):
@@ -263,7 +263,7 @@ class PageManager:
         self.end_pass()
         assert self.drafts and not any(self.rows.in_prompt(row) for row in rows)
         new_tokens = [self.most_accepted] * len(rows)
-        self.counts.take_snapshot()
+        self.counts.take_snapshot(of_arriving=False)
         self.space.append_all(rows, new_tokens)
         starts = [self.rows.length(row) for row in rows]
         for row in rows:
@@ -283,13 +283,16 @@ class PageManager:
         if self.counts.upcoming is not None:
             self.counts.cancelled()
 
-    def launch_step(self) -> LaunchedStep | None:
+    def launch_step(self, *, by_layer: bool = False) -> LaunchedStep | None:
         """The kernels of the next pass come next on the current stream: make the table blocks known to them.
+
+        Args:
+            by_layer: as of ``PageDevice.flush``, of a pass over prompts alone.
 
         Returns the planned step, launched; None for a pass that nobody planned, over rows that hold nothing.
         """
         step = self.counts.upcoming
-        self.device.flush()
+        self.device.flush(by_layer=by_layer)
         self.counts.launched()
         return None if step is None else step.launched()
 

@@ -11,6 +11,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import torch
@@ -19,8 +21,8 @@ from sglang_diffkv.kernels.table import head_index, put_entries, table_column
 from sglang_diffkv.layout.geometry import Segment
 from sglang_diffkv.layout.page_format import EMPTY
 from sglang_diffkv.mem_pool.counts import PageCounts
-from sglang_diffkv.mem_pool.device import PageDevice
-from sglang_diffkv.mem_pool.host_pages import HostPages, Run, first_of
+from sglang_diffkv.mem_pool.device import PageDevice, layer_groups
+from sglang_diffkv.mem_pool.host_pages import HostPages, Run, first_of, part_of
 from sglang_diffkv.mem_pool.page_copies import copy_in, copy_out, staging_pages
 from sglang_diffkv.mem_pool.rows import RequestRows
 from sglang_diffkv.mem_pool.segments import SegmentStore
@@ -28,6 +30,9 @@ from sglang_diffkv.mem_pool.table_space import Entries, blocks_of
 
 MEASURED_SLOTS = 1 << 20
 """Slots whose positions are looked at together."""
+
+LEAST_BY_LAYER = 1 << 25
+"""Bytes from which on those of some layers come back behind those of others, so that a pass need not wait for all."""
 
 
 @dataclass(frozen=True)
@@ -109,13 +114,34 @@ class Chosen:
         return cls(saved, lo, hi, pages, first_of(saved.runs, len(pages)))
 
     def columns(self) -> tuple[np.ndarray, ...]:
-        """[n] each, of the chosen ones: tier, head, and the position range as far as it counts."""
+        """[n] each, of the chosen ones: tier, head, and the position range as far as it counts. It begins with a token,
+        unless some of the page's lie before ``lo``."""
         saved = self.saved
-        found = [saved.tier, saved.head, saved.lo, saved.upper]
+        found = [saved.tier, saved.head, saved.least, saved.upper]
         if not self.pages.all():
             found = [column[self.pages] for column in found]
-        tier, head, low, high = found
-        return tier, head, np.maximum(low, self.lo), np.minimum(high, self.hi)
+        tier, head, least, high = found
+        return tier, head, np.maximum(least, self.lo), np.minimum(high, self.hi)
+
+    @property
+    def begins(self) -> bool:
+        """Whether the position range of each chosen page begins with a token."""
+        return self.lo == 0 or not bool((self.saved.least[self.pages] < self.lo).any())
+
+    def by_layer(self, layers: Sequence[int], heads: int) -> list[list[tuple[int, int]]]:
+        """Which of all pages are those of groups of layers, the first layer of each of which is given: for each group,
+        the first one and the one behind the last, of each tier. Pages are in order of tiers, and of heads in there.
+
+        Args:
+            heads: of a layer.
+        """
+        tiers = int(self.saved.tier[-1]) + 1 if len(self.saved.tier) else 0
+        of_all = 1 + int(self.saved.head.max(initial=0))
+        place = self.saved.tier.astype(np.int64) * of_all + self.saved.head
+        firsts = [tier * of_all + min(layer * heads, of_all) for tier in range(tiers) for layer in layers]
+        edges = [*np.searchsorted(place, firsts).tolist(), len(place)]
+        ranges = [*pairwise(edges)]
+        return [[x for x in ranges[number :: len(layers)] if x[0] < x[1]] for number in range(len(layers))]
 
 
 class SavedRows:
@@ -299,8 +325,8 @@ class SavedRows:
                 chosen = np.concatenate([part.pages for part in parts])
                 pages = self._next_pages(int(chosen.sum()))
                 places = self._places(chosen, pages)
-                runs = [run for part in parts for run in part.runs]
-                device.bring(partial(self._copy_in, runs, chosen, places))  # while the rest is worked out
+                copies = self._copies(parts, chosen, places)
+                device.bring(copies, rows, unread=all(x.begins for x in parts))  # while the rest is worked out
                 flat, low, high = self._listed(rows, parts, counts)
                 entries = device.to_device(counts).int().view(len(rows), state.num_layers, state.num_heads, -1)
                 at = device.to_device(rows)
@@ -340,10 +366,31 @@ class SavedRows:
         place = (state.counters[0] + torch.arange(count, device=state.device)) % state.num_pages
         return state.ring[place].long()
 
-    def _copy_in(self, runs: list[Run], chosen: np.ndarray, places: torch.Tensor) -> torch.Tensor:
-        """The bytes of host pages go to their ``places``; these."""
-        copy_in(self.device.state.pages, self.host, runs, chosen, places, self._staging)
-        return places
+    def _copies(
+        self, parts: Sequence[Chosen], chosen: np.ndarray, places: torch.Tensor
+    ) -> list[tuple[int, Callable[[], Any]]]:
+        """What brings the bytes of host pages to their ``places``, by the first layer of each group of layers, as of
+        ``PageDevice.bring``."""
+        state = self.device.state
+        several = len(chosen) * self.device.fmt.page_bytes >= LEAST_BY_LAYER
+        layers = layer_groups(state.num_layers) if several else [0]
+        copies: list[list[tuple[list[Run], np.ndarray, torch.Tensor]]] = [[] for _ in layers]
+        at = 0
+        for part in parts:
+            count = len(part.pages)
+            groups = part.by_layer(layers, state.num_heads) if several else [[(0, count)]]
+            for some, ranges in zip(copies, groups, strict=True):
+                for first, end in ranges:
+                    here = slice(at + first, at + end)
+                    some.append(([*part_of(part.runs, first, end - first)], chosen[here], places[here]))
+            at += count
+        return [(layer, partial(self._copy_in, some)) for layer, some in zip(layers, copies, strict=True)]
+
+    def _copy_in(self, copies: Sequence[tuple[list[Run], np.ndarray, torch.Tensor]]) -> list[torch.Tensor]:
+        """The bytes of host pages of runs go to their places, those that are chosen; the places."""
+        for runs, chosen, places in copies:
+            copy_in(self.device.state.pages, self.host, runs, chosen, places, self._staging)
+        return [places for _, _, places in copies]
 
     def _places(self, chosen: np.ndarray, pages: torch.Tensor) -> torch.Tensor:
         """[n] int64, where the bytes of saved pages go: those of the ``chosen``, in order, to ``pages``, others to the

@@ -18,7 +18,7 @@ import torch
 from sglang_diffkv.layout.ranks import Ranks
 from sglang_diffkv.mem_pool import host_pages
 from sglang_diffkv.mem_pool.device import Beside, PageDevice
-from sglang_diffkv.mem_pool.host_pages import HostPages, Run
+from sglang_diffkv.mem_pool.host_pages import HostPages, Run, part_of
 from sglang_diffkv.mem_pool.page_copies import parts_of
 
 ALIGNED = 16
@@ -194,7 +194,7 @@ class SlotStore:
 
     def restore(self, saved: SavedSlots, slots: torch.Tensor, start: int = 0) -> None:
         """What was saved from number ``start`` on goes to other slots (int64 [n]), in order with the passes."""
-        runs = list(_part(saved.runs, start, len(slots)))
+        runs = list(part_of(saved.runs, start, len(slots)))
         with self.device.launching(reads_pages=False):
             _read_here(slots)
             for first, host in self._parts(runs, self._in):
@@ -241,14 +241,3 @@ def _read_here(slots: torch.Tensor) -> None:
     """The current stream reads a tensor of another one, whose memory is not given out again before that."""
     if slots.is_cuda:
         slots.record_stream(torch.cuda.current_stream())
-
-
-def _part(runs: Sequence[Run], start: int, count: int) -> Iterator[Run]:
-    """Of runs ``count`` pages from number ``start`` on."""
-    for first, length in runs:
-        skipped = min(start, length)
-        taken = min(length - skipped, count)
-        if taken:
-            yield first + skipped, taken
-        start, count = start - skipped, count - taken
-    assert not count, "runs have fewer pages"

@@ -242,7 +242,9 @@ class DiffKVAttnBackend(AttentionBackend):
         self.new_tokens = self.new_tokens or self.extend  # graphs of passes over prompts are captured by now
         if mode.is_idle():
             return
-        launched = self.manager.launch_step()
+        upcoming = self.manager.counts.upcoming
+        by_layer = upcoming is not None and bool(upcoming.prompts) and not upcoming.decoding
+        launched = self.manager.launch_step(by_layer=by_layer)
         rows = forward_batch.req_pool_indices
         if mode.is_decode():
             self.decode.plan(rows, forward_batch.seq_lens)
@@ -313,6 +315,7 @@ class DiffKVAttnBackend(AttentionBackend):
         sinks = _sink_logits(more)
         if (wrapper := self.new_tokens) is None:
             return q.new_zeros(q.shape[0], layer.tp_q_head_num * layer.v_head_dim)
+        self.manager.device.reach(self.layers[layer.layer_id])
         return self._answer(wrapper, layer, wrapper.run(*self._asked(q, k, v, layer, sinks)))
 
     @torch.compiler.disable

@@ -1,15 +1,16 @@
-"""Passes over few new tokens as one CUDA graph each, attention and all.
+"""Passes over few new tokens as few CUDA graphs each, attention and all.
 
 SGLang's graphs of prompts end before each layer's attention and begin behind it, so the host launches attention for
-every layer. Where new tokens are few the GPU waits for that. Of such passes SGLang's runner gets a graph that holds
-them whole, beside its own: whichever serves a pass is replayed.
+every layer. Where new tokens are few the GPU waits for that. Of such passes SGLang's runner gets graphs that hold them
+whole, beside its own: whichever serves a pass is replayed. There is one for each group of layers whose bytes come back
+from host memory together, so that a pass begins before all of its prefix is there.
 """
 
 from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Protocol
 
@@ -17,6 +18,7 @@ import torch
 
 from sglang_diffkv.attention.bounded import BoundedWrapper
 from sglang_diffkv.layout.ranks import OtherRankError
+from sglang_diffkv.mem_pool.device import layer_groups
 from sglang_diffkv.mem_pool.page_manager import PageManager
 from sglang_diffkv.mem_pool.steps import LaunchedStep, PlannedStep
 from sglang_diffkv.releases import seen_on_gpu
@@ -42,6 +44,23 @@ class Graph(Protocol):
     """A CUDA graph, or several and what runs between them."""
 
     def replay(self) -> None: ...
+
+
+class LayerGraphs:
+    """Graphs of a pass, one behind the other.
+
+    Args:
+        graphs: each with the first layer whose pages it reads; the one behind it reads those from another layer on.
+        reach: is called before each, with that layer (``PageDevice.reach``).
+    """
+
+    def __init__(self, graphs: Sequence[tuple[int, Graph]], reach: Callable[[int], None]):
+        self._graphs, self._reach = graphs, reach
+
+    def replay(self) -> None:
+        for layer, graph in self._graphs:
+            self._reach(layer)
+            graph.replay()
 
 
 class WholePasses:
@@ -108,7 +127,7 @@ class WholePasses:
             self.counts["between_layers"] += 1
             return False
         self.counts["whole"] += 1
-        launched = self.manager.launch_step()
+        launched = self.manager.launch_step(by_layer=True)
         assert launched is not None
         self.wrapper.give(step.rows, step.start, step.new_tokens, step.prompts)
         self._chosen = self.graphs[size], launched
@@ -172,7 +191,7 @@ def capture(runner_backend: Any, shape_key: Any, forward: Callable[[], Any], pas
     size = shape_key.size
     if passes.wants(size):
         try:
-            record = partial(_record, runner_backend, forward, passes.wrapper, out)
+            record = partial(_record, runner_backend, forward, passes, out)
             passes.manager.ranks.together(lambda: passes.add(size, record))
         except RuntimeError as error:  # for want of memory, as a rule; PyTorch has several errors for that
             passes.graphs.pop(size, None)
@@ -184,7 +203,9 @@ def capture(runner_backend: Any, shape_key: Any, forward: Callable[[], Any], pas
         graphs[shape_key] = EitherGraph(passes, graphs[shape_key])
 
 
-def _record(runner_backend: Any, forward: Callable[[], Any], wrapper: BoundedWrapper, out: Any) -> torch.cuda.CUDAGraph:
+def _record(runner_backend: Any, forward: Callable[[], Any], passes: WholePasses, out: Any) -> LayerGraphs:
+    wrapper = passes.wrapper
+
     def whole() -> None:
         wrapper.begin()
         found = forward()
@@ -194,11 +215,30 @@ def _record(runner_backend: Any, forward: Callable[[], Any], wrapper: BoundedWra
         torch.cuda.synchronize()
         whole()
     torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
     with torch.cuda.stream(runner_backend._capture_stream):
-        graph.capture_begin(pool=runner_backend._pool)
-        try:
-            whole()
-        finally:
-            graph.capture_end()
-    return graph
+        return record(whole, wrapper, runner_backend._pool, passes.manager.device.reach)
+
+
+def record(whole: Callable[[], None], wrapper: BoundedWrapper, pool: Any, reach: Callable[[int], None]) -> LayerGraphs:
+    """Graphs of what ``whole`` launches on the current stream, which is not PyTorch's default one: one ends before the
+    first layer of each group but the first, and another begins. Memory is of a ``pool`` of graphs."""
+    graphs: list[tuple[int, torch.cuda.CUDAGraph]] = []
+    groups = layer_groups(wrapper.state.num_layers)
+
+    def begin(layer: int) -> None:
+        graphs.append((layer, torch.cuda.CUDAGraph()))
+        graphs[-1][1].capture_begin(pool=pool)
+
+    def before(layer: int) -> None:
+        if layer in groups[1:]:
+            graphs[-1][1].capture_end()
+            begin(layer)
+
+    begin(groups[0])
+    wrapper.before_layer = before
+    try:
+        whole()
+    finally:
+        wrapper.before_layer = lambda layer: None
+        graphs[-1][1].capture_end()
+    return LayerGraphs(graphs, reach)

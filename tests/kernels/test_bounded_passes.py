@@ -11,12 +11,14 @@ import torch
 from sglang_diffkv.attention.bounded import BoundedWrapper
 from sglang_diffkv.attention.wrappers import ExtendWrapper
 from sglang_diffkv.kernels.rotate.reference import Rotation
+from sglang_diffkv.mem_pool.device import layer_groups
 from sglang_diffkv.mem_pool.integrity import check_integrity
 from sglang_diffkv.ops.flash import FlashPrefill
 from sglang_diffkv.ops.launches import Launches
 from sglang_diffkv.ops.triton import TritonOps
 from sglang_diffkv.policies import diffkv
 from sglang_diffkv.policies.base import Policy
+from sglang_diffkv.srt.whole_passes import record
 from tests.kernels.library import Library
 from tests.kernels.test_unpacked_prefixes import (
     BOTH,
@@ -204,7 +206,7 @@ def test_what_fits() -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("policy", [WINDOW, SAMPLED], ids=["window", "sampled"])
 def test_a_cuda_graph_holds_them(policy: Policy) -> None:
-    """Replays of one graph, attention by FlashAttention-3 in it, compute passes of different requests."""
+    """Replays of the same graphs, attention by FlashAttention-3 in them, compute passes of different requests."""
     form: dict[str, Any] = {"rotation": BOTH}
     plain, held = (Server("K8V4 K4V2", policy, BOTH, None, bounded=False) for _ in range(2))
     for server in (plain, held):
@@ -228,9 +230,9 @@ def test_a_cuda_graph_holds_them(policy: Policy) -> None:
     for _ in range(2):
         whole()
     torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        whole()
+    reached: list[int] = []
+    with torch.cuda.stream(torch.cuda.Stream()):
+        graph = record(whole, wrapper, torch.cuda.graph_pool_handle(), reached.append)
     for server in (plain, held):
         server.extend([7], [STORED])
         segment = server.manager.segments.share(7, 0, STORED - 30)
@@ -251,6 +253,8 @@ def test_a_cuda_graph_holds_them(policy: Policy) -> None:
         for room in wrapper.known.room:
             room.fill_(float("nan"))
         graph.replay()
+        assert reached == layer_groups(LAYERS) and len(reached) > 1, "there is a graph for each group of layers"
+        reached.clear()
         manager.end_prompts(launched)
         check_integrity(manager)
         for got, wanted in zip(outs, expected, strict=True):

@@ -12,7 +12,7 @@ from sglang_diffkv.kernels.attach import triton as attach_module
 from sglang_diffkv.kernels.attach.triton import PARTS, attach, freeze, prepare_attach, prepare_attach_rows, prepare_seal
 from sglang_diffkv.kernels.release import reference as release_reference
 from sglang_diffkv.kernels.release.triton import release, trim
-from sglang_diffkv.kernels.table import max_entries, row_table
+from sglang_diffkv.kernels.table import max_entries, put_entries, row_table, table_index
 from sglang_diffkv.kernels.transfer_pages import reference as transfer_pages_reference
 from sglang_diffkv.kernels.transfer_pages.triton import transfer_pages
 from sglang_diffkv.kernels.triton_ring import Spans
@@ -125,6 +125,45 @@ def test_rows_are_attached_to_together(tiers):
     for wrong in ([(3, [(9, 0, 4)]), (9, [(1, 0, 4)])], [(3, [(1, 0, 4)]), (3, [(1, 4, 8)])]):
         with pytest.raises(AssertionError):
             attach_rows(wrong)
+
+
+@pytest.mark.parametrize(("tiers", "position_bytes"), [("K8V4", 2), ("K8V4 K4V2", 2), ("K8V4 K4V4 K4V2", 4)])
+def test_rows_attach_to_pages_that_are_not_there_yet(tiers: str, position_bytes: int) -> None:
+    """Of a row each of whose ranges begins with a token, as if they were, but for who cuts its front."""
+    fmt = make_format(tiers, page_tokens=4, position_bytes=position_bytes)
+    manager = make_manager(fmt, pages=600, layers=3, heads=2)
+    state, generator = manager.state, torch.Generator().manual_seed(7)
+    add_prompt(manager, 1, 83, generator)
+    add_prompt(manager, 2, 90, generator)
+    rows = torch.tensor([1], device=DEVICE)
+    for tier, view in enumerate(state.tiers):
+        width = max_entries(state, rows, tier)
+        page, lo, hi = row_table(state, rows, tier, width)
+        at = view.positions[page]
+        inside = (at >= lo.unsqueeze(-1)) & (at < hi.unsqueeze(-1))
+        first = torch.where(inside, at, 1 << 15).amin(-1)
+        used = torch.arange(width, device=DEVICE) < state.entries[rows, ..., tier].unsqueeze(3)
+        entries = torch.arange(width, device=DEVICE).expand(page.shape)
+        where = table_index(state, rows, tier, entries)[used]
+        put_entries(state, where, page[used], first[used], hi[used])
+    for target in (3, 4, 5, 9, 10):
+        manager.space.extend(target, tuple(24 for _ in state.tiers))
+    manager.space.flush()
+    twin, plain = clone_state(state), clone_state(state)
+    ends = (0, 1, 37, 83, 200)
+    there = state.pages.clone()
+    state.pages.fill_(0xAB)
+    twin.pages.fill_(0xAB)
+    attach_again, attach_rows = prepare_attach(state, kept_only=False), prepare_attach_rows(state)
+    for target, hi in zip((3, 4, 5, 9, 10), ends, strict=True):
+        parts = [(1, attach_reference.FROM_START, hi)]
+        attach_again(target, parts) if target < 9 else attach_rows([(target, parts)])
+        attach_reference.attach(twin, target, *parts[0])
+        attach_reference.attach(plain, target, 1, 0, hi)
+    assert_same(state, twin)
+    assert_same(state, plain)
+    state.pages.copy_(there)
+    assert state.entries[4].any() and not state.entries[3].any() and torch.equal(state.entries[9], state.entries[1])
 
 
 def test_rows_are_attached_to_one_by_one_where_no_memory_is_left(monkeypatch: pytest.MonkeyPatch) -> None:

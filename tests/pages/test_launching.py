@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import nullcontext
+from itertools import pairwise
 from typing import Any
 
 import pytest
 import torch
 
-from sglang_diffkv.mem_pool.device import Beside
+from sglang_diffkv.kernels.parts import FROM_START
+from sglang_diffkv.layout.geometry import Segment
+from sglang_diffkv.mem_pool.device import LAYER_GROUPS, Arriving, layer_groups
 from tests.kernels.triton_helpers import make_format, make_manager
 
 
@@ -88,11 +92,11 @@ def test_bytes_on_their_way_are_waited_for_once_and_not_by_what_reads_no_page(mo
     monkeypatch.setattr(torch.cuda, "current_stream", lambda *index: forward)
     monkeypatch.setattr(torch.cuda, "set_stream", lambda stream: None)
     device.stream = forward  # type: ignore[assignment]
-    device.bring(lambda: "read")
+    device.bring([(0, lambda: "read")])
     (there,) = device._arriving
-    assert there == Beside("read", None), "a CPU copies at once"
+    assert there == Arriving(["read"], [(0, None)]), "a CPU copies at once"
     first, second = "first copy", "second copy"
-    device._arriving = [Beside("first", first), there, Beside("second", second)]  # type: ignore[arg-type]
+    device._arriving = [of_copies(first), there, of_copies(second)]
     with device.launching(reads_pages=False):
         assert not forward.waited_for and len(device._arriving) == 3
     with device.launching(allocates=False):
@@ -101,16 +105,62 @@ def test_bytes_on_their_way_are_waited_for_once_and_not_by_what_reads_no_page(mo
     assert forward.waited_for == [first, second] and not schedulers.waited_for
 
 
-def test_what_attaches_reads_pages(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A count that comes first behind gathered paths attaches them, which looks for tokens in their pages."""
+def of_copies(*ends: Any, rows: Sequence[int] = (), unread: bool = False) -> Arriving:
+    """Bytes on their way, one layer's behind the other's."""
+    return Arriving(["bytes"], [*enumerate(ends)], frozenset(rows), unread)
+
+
+@pytest.mark.parametrize("unread", [False, True])
+@pytest.mark.parametrize("cut", [0, 3])
+@pytest.mark.parametrize("row", [9, 10])
+def test_what_attaches_reads_pages(monkeypatch: pytest.MonkeyPatch, row: int, cut: int, unread: bool) -> None:
+    """A count that comes first behind gathered paths attaches them. That looks for tokens in pages, unless each range
+    of the row that has them is known to begin with one, and is attached from its start."""
     device = make_manager(make_format("BF16", 64, page_tokens=8)).device
     forward, done = Stream(), list[Any]()
     monkeypatch.setattr(torch.cuda, "current_stream", lambda *index: forward)
-    monkeypatch.setattr(device.ops, "attach_paths", lambda paths: done.append([*forward.waited_for]))
-    device._arriving = [Beside("bytes", "copy")]  # type: ignore[arg-type]
-    device._attaching = [(1, [(7, 0, 8)])]
-    with device.launching(reads_pages=False):
-        assert done == [["copy"]]
+    monkeypatch.setattr(device.ops, "attach_paths", lambda paths: done.append((paths, [*forward.waited_for])))
+    device._arriving = [of_copies("other"), of_copies("copy", rows=[10, 11], unread=unread)]
+    with device.attaching_together():
+        device.attach(1, [(Segment(row, 0, 8), cut, 8)])
+        with device.launching(reads_pages=False):
+            pass
+    arrives = row == 10
+    first = FROM_START if arrives and unread and not cut else cut
+    waits = arrives and first != FROM_START
+    assert done == [([(1, [(row, first, 8)])], ["other", "copy"] if waits else [])]
+    assert len(device._arriving) == (0 if waits else 2)
+    with device.launching():
+        assert forward.waited_for == ["other", "copy"] and not device._arriving
+    device.attach(2, [(Segment(row, 0, 8), 0, 8)])
+    assert done[-1][0] == [(2, [(row, 0, 8)])], "its bytes are there"
+
+
+def test_a_pass_waits_layer_by_layer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is launched in the middle of it, and reads pages, waits for the rest."""
+    device = make_manager(make_format("BF16", 64, page_tokens=8), layers=4).device
+    forward = Stream()
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda *index: forward)
+    for interrupted in (False, True):
+        forward.waited_for.clear()
+        device._arriving = [of_copies("a0", "a1", None, "a3"), of_copies("b0"), of_copies("c0", "c1")]
+        device.flush(by_layer=True)
+        assert forward.waited_for == ["a0", "b0", "c0"] and len(device._arriving) == 2
+        device.reach(0)
+        assert len(forward.waited_for) == 3
+        device.reach(2)
+        assert forward.waited_for[3:] == ["a1", "c1"] and len(device._arriving) == 1
+        if interrupted:
+            device.flush()
+        device.reach(3)
+        assert forward.waited_for[5:] == ["a3"] and not device._arriving
+
+
+@pytest.mark.parametrize("layers", range(1, 40))
+def test_groups_of_layers(layers: int) -> None:
+    groups = layer_groups(layers)
+    sizes = [end - first for first, end in pairwise([*groups, layers])]
+    assert groups[0] == 0 and len(groups) == min(layers, LAYER_GROUPS) and max(sizes) - min(sizes) <= 1
 
 
 def test_bytes_that_come_next_hold_up_no_count_behind_earlier_ones(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -118,21 +168,22 @@ def test_bytes_that_come_next_hold_up_no_count_behind_earlier_ones(monkeypatch: 
     device = make_manager(make_format("BF16", 64, page_tokens=8)).device
     forward = Stream()
     monkeypatch.setattr(torch.cuda, "current_stream", lambda *index: forward)
-    device._arriving = [Beside("first", "copy")]  # type: ignore[arg-type]
-    device.bring(lambda: "second")
+    device._arriving = [of_copies("copy")]
+    device.bring([(0, lambda: "second")])
     with device.launching(reads_pages=False):
-        assert not forward.waited_for and [x.result for x in device._arriving] == ["first", "second"]
+        assert not forward.waited_for and [x.kept for x in device._arriving] == [["bytes"], ["second"]]
     with device.launching():
         assert forward.waited_for == ["copy"] and not device._arriving
 
 
 def test_what_comes_while_rows_attach_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Bringing it attaches them first, behind what came before."""
+    """Bringing it attaches them first, behind what came before if they look into that."""
     device = make_manager(make_format("BF16", 64, page_tokens=8)).device
     forward = Stream()
     monkeypatch.setattr(torch.cuda, "current_stream", lambda *index: forward)
     monkeypatch.setattr(device.ops, "attach_paths", lambda paths: None)
-    device._arriving = [Beside("first", "copy")]  # type: ignore[arg-type]
-    device._attaching = [(1, [(7, 0, 8)])]
-    device.bring(lambda: "second")
-    assert forward.waited_for == ["copy"] and [x.result for x in device._arriving] == ["second"]
+    device._arriving = [of_copies("copy", rows=[7])]
+    with device.attaching_together():
+        device.attach(1, [(Segment(7, 0, 8), 0, 8)])
+        device.bring([(0, lambda: "second"), (1, lambda: "third")])
+    assert forward.waited_for == ["copy"] and [x.kept for x in device._arriving] == [["second", "third"]]

@@ -19,7 +19,7 @@ def test_counts_are_settled_when_the_last_step_s_results_are_out(monkeypatch, wo
     counts.report()
     begin_step(manager, [1], [1], [40])  # the request has ended, as will be known
     manager.release(1)
-    monkeypatch.setattr(counts, "take_snapshot", lambda: asked.append(1) or take())
+    monkeypatch.setattr(counts, "take_snapshot", lambda **more: asked.append(1) or take(**more))
     assert counts.overtakes == works
     assert (counts.free_bound() == total) == (not works) and len(asked) == (not works)
     counts.report()  # its results

@@ -12,15 +12,18 @@ from hypothesis import strategies as st
 from hypothesis.stateful import rule
 
 from sglang_diffkv.kernels.decode_attention.reference import decode_attention
+from sglang_diffkv.layout.geometry import Segment
+from sglang_diffkv.mem_pool import saved_rows
+from sglang_diffkv.mem_pool.device import layer_groups
 from sglang_diffkv.mem_pool.host_pages import HostPages, Run
 from sglang_diffkv.mem_pool.integrity import check_integrity, check_settled
 from sglang_diffkv.mem_pool.page_copies import staging_pages
 from sglang_diffkv.mem_pool.page_manager import PageManager
-from sglang_diffkv.mem_pool.saved_rows import SavedRow, SavedRows
+from sglang_diffkv.mem_pool.saved_rows import Chosen, SavedRow, SavedRows
 from tests.checks import check_contents
 from tests.dense import Dense, Session
-from tests.helpers import PAIR, make_format, make_manager, visible
-from tests.late import arrive_late
+from tests.helpers import PAIR, Visible, make_format, make_manager, table_of, visible
+from tests.late import SPOILT, arrive_late
 from tests.pages.model import RowModel, SegmentModel
 from tests.pages.test_page_manager import SEARCH, PageManagerMachine
 from tests.policies import diffkv_policy
@@ -231,6 +234,100 @@ def test_the_staging_buffer_is_small() -> None:
     assert staging_pages(fmt, 10) == 1
     assert staging_pages(fmt, 6400) == 100
     assert staging_pages(fmt, 1 << 30) * fmt.page_bytes <= 16 << 20
+
+
+@pytest.mark.parametrize("layers", [1, 2, 5, 9])
+@pytest.mark.parametrize(("lo", "hi"), [(0, 61), (0, 40), (21, 61), (30, 55)])
+def test_bytes_of_later_layers_come_later(layers: int, lo: int, hi: int) -> None:
+    """Rows attach to the pages before any byte is there. A pass finds those of a layer once it reaches it."""
+    manager = make_manager(make_format(PAIR), layers=layers, pages=120 * layers)
+    saved, session = with_host(manager, 200 * layers), Session(manager)
+    before = parted(session)
+    kept = saved.save(2, 61)
+    assert kept is not None
+    session.release(2)
+    arrive_late(manager.device)
+    part = Segment(0, lo, hi, first=lo, end=61)
+    segments = saved.restore_all([(kept, part)], saved.needed([(kept, lo, hi)]))
+    assert segments is not None
+    (segment,), (arriving,) = segments, manager.device._arriving
+    assert arriving.unread or lo, "each range begins with a token, unless it is cut"
+    groups = layer_groups(layers)
+    assert [layer for layer, _ in arriving.ends] == groups
+    if not lo:
+        with manager.device.attaching_together():
+            manager.attach_prefix(4, [(segment, 0, hi)])
+    manager.device.flush(by_layer=True)
+    for layer in range(layers):
+        manager.device.reach(layer)
+        end = next((first for first in groups if first > layer), layers)
+        for row in (segment.row, *([] if lo else [4])):
+            found, wanted = visible(manager.state, row), before.pick((before.position >= lo) & (before.position < hi))
+            for at in (layer, end - 1):
+                assert same_tokens(manager, found.pick(found.layer == at), wanted.pick(wanted.layer == at))
+        later = manager.state.pages[table_pages(manager, segment.row, range(end, layers))]
+        assert (later == SPOILT).all(), "more has come than the pass reads"
+    assert not manager.device._arriving
+    check_integrity(manager)
+
+
+def parted(session: Session) -> Visible:
+    """A row whose tokens, 61, lie in pages of both tiers, shared ones before its own; what it shows."""
+    session.extend({1: 29}, check=False)
+    session.end_prompt(1)
+    first = session.share(1, 0, 21)
+    assert first is not None
+    session.attach(2, [(first, 0, 21)])
+    session.extend({2: 40}, check=False)
+    session.end_prompt(2)
+    found = visible(session.manager.state, 2)
+    assert {*found.tier.tolist()} == {0, 1}
+    return found
+
+
+def same_tokens(manager: PageManager, found: Visible, wanted: Visible) -> bool:
+    """Whether the same tokens are in the same tiers, by what pages say."""
+    names = ("tier", "layer", "head", "position", "score")
+    pairs = zip(*([getattr(x, n)[np.lexsort((x.position, x.head, x.layer))] for n in names] for x in (found, wanted)))
+    return all(np.array_equal(*pair, equal_nan=True) for pair in pairs)
+
+
+def table_pages(manager: PageManager, row: int, layers: range) -> list[int]:
+    """Pages of a row in some layers."""
+    state, found = manager.state, []
+    for tier in range(len(state.tiers)):
+        page, _, _ = table_of(state, row, tier)
+        used = np.arange(page.shape[2]) < state.entries[row, :, :, tier].numpy()[:, :, None]
+        found += page[layers.start : layers.stop][used[layers.start : layers.stop]].tolist()
+    return found
+
+
+def test_pages_of_groups_of_layers_are_all_pages_once() -> None:
+    source = random.Random(3)
+    for _ in range(60):
+        layers, heads, tiers = source.randint(1, 9), source.randint(1, 3), source.randint(1, 4)
+        count = source.randrange(40)
+        numbers = sorted((source.randrange(tiers), source.randrange(layers * heads)) for _ in range(count))
+        tier, head = (np.array([x[k] for x in numbers], dtype=np.int32) for k in (0, 1))
+        known = [np.zeros_like(tier)] * 4
+        row = SavedRow(1, 1, [(0, len(numbers))], tier, head, *known)
+        groups = layer_groups(layers)
+        found = Chosen.of(row, 0, 1).by_layer(groups, heads)
+        seen = [number for ranges in found for first, end in ranges for number in range(first, end)]
+        assert sorted(seen) == list(range(len(numbers))) and len(found) == len(groups)
+        for ranges, first_layer, end_layer in zip(found, groups, [*groups[1:], layers], strict=True):
+            assert len(ranges) <= tiers
+            for first, end in ranges:
+                assert all(first_layer * heads <= x < end_layer * heads for x in head[first:end])
+
+
+def test_few_bytes_come_back_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    for most, groups in ((1 << 40, 1), (0, 2)):
+        manager, saved, kept = prompt_on_the_host()
+        monkeypatch.setattr(saved_rows, "LEAST_BY_LAYER", most)
+        assert saved.restore(kept, 0) is not None
+        (arriving,) = manager.device._arriving
+        assert len(arriving.ends) == groups
 
 
 def test_what_comes_back_holds_up_nothing_for_what_came_before() -> None:

@@ -11,6 +11,8 @@ import pytest
 import torch
 
 from sglang_diffkv.layout.geometry import Segment
+from sglang_diffkv.mem_pool import saved_rows
+from sglang_diffkv.mem_pool.device import layer_groups
 from sglang_diffkv.mem_pool.page_manager import PageManager
 from sglang_diffkv.mem_pool.saved_rows import SavedRows
 from sglang_diffkv.mem_pool.saved_segments import SavedSegment, SavedSegments
@@ -171,6 +173,45 @@ def test_no_page_is_used_again_before_it_is_copied() -> None:
         saved.drop_all()
 
 
+def test_a_pass_begins_before_bytes_of_later_layers_are_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(saved_rows, "LEAST_BY_LAYER", 0)
+    manager = manager_of(diffkv_policy(1.0, 0.0, window=6), "K8V4 K4V2")
+    layers = manager.geometry.num_layers
+    assert len(layer_groups(layers)) > 1
+    parts = (manager.device, manager.rows, manager.counts, manager.segments)
+    saved = SavedSegments(manager.device, SavedRows(*parts, 400, in_parts=True))
+    copy_in = saved.rows._copy_in
+
+    def late(*args: Any) -> Any:
+        torch.cuda._sleep(LATE)
+        return copy_in(*args)
+
+    saved.rows._copy_in = late  # type: ignore[method-assign]
+    for seed in range(2):  # kernels are compiled, and memory is pinned, the first time
+        segment = published(manager, seed)
+        before = seen_by(manager, segment.row)
+        kept = saved.save(segment)
+        manager.release(1)
+        manager.segments.release(segment)
+        torch.cuda.synchronize()
+        assert kept is not None and saved.finish() == [kept]
+        back = brought_back(saved, kept)
+        assert back is not None
+        manager.attach_prefix(2, [(back, 0, 47)])
+        manager.device.flush(by_layer=True)
+        begins, ends = torch.cuda.Event(), torch.cuda.Event()
+        begins.record()
+        manager.device.reach(layers - 1)
+        ends.record()
+        assert not manager.device._arriving
+        begins.synchronize()
+        assert seed == 0 or not ends.query(), "it has waited for bytes of all layers"
+        assert seen_by(manager, back.row) == seen_by(manager, 2) == before
+        manager.release(2)
+        manager.segments.release(back)
+        saved.drop_all()
+
+
 def test_bytes_that_come_back_late_hold_up_what_reads_them_and_no_count() -> None:
     """The host knows what a whole segment takes: it settles while the bytes are on their way."""
     manager = manager_of(diffkv_policy(1.0, 0.0, window=6), "K8V4 K4V2")
@@ -178,7 +219,7 @@ def test_bytes_that_come_back_late_hold_up_what_reads_them_and_no_count() -> Non
     saved = SavedSegments(manager.device, SavedRows(*parts, 400, in_parts=True))
     copy_in = saved.rows._copy_in
 
-    def late(*args: Any) -> torch.Tensor:
+    def late(*args: Any) -> Any:
         torch.cuda._sleep(LATE)
         return copy_in(*args)
 
@@ -198,8 +239,9 @@ def test_bytes_that_come_back_late_hold_up_what_reads_them_and_no_count() -> Non
         saved.count(whole, needed, back)
         manager.counts.settle()
         (arriving,) = manager.device._arriving
-        assert arriving.end is not None
-        assert seed == 0 or not arriving.end.query(), "the host has waited for the bytes"
+        ((_, end),) = arriving.ends
+        assert end is not None
+        assert seed == 0 or not end.query(), "the host has waited for the bytes"
         assert seen_by(manager, back[0].row) == before and not manager.device._arriving
         manager.segments.release(back[0])
         saved.drop_all()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -19,7 +20,7 @@ from sglang_diffkv.policies.base import Policy
 from sglang_diffkv.policies.uniform import UniformPolicy
 from sglang_diffkv.srt import whole_passes
 from sglang_diffkv.srt.versions import compat
-from sglang_diffkv.srt.whole_passes import EitherGraph, WholePasses, capture
+from sglang_diffkv.srt.whole_passes import EitherGraph, LayerGraphs, WholePasses, capture
 from tests.kernels.triton_helpers import make_format, make_manager
 from tests.policies import diffkv_policy
 from tests.ranks import Pair
@@ -84,6 +85,25 @@ def test_the_smallest_graph_that_holds_a_pass_is_replayed_once() -> None:
     either.replay()
     assert replays(passes) == {32: 1, 8: 1}
     assert passes.counts == {"whole": 2, "between_layers": 0}
+
+
+def test_graphs_of_a_pass_wait_for_bytes_of_their_layers_alone() -> None:
+    """What waits is on the stream that replays them, each behind the one before."""
+    done: list[Any] = []
+    graphs: Any = [(layer, SimpleNamespace(replay=partial(done.append, f"from {layer}"))) for layer in (0, 3, 6)]
+    LayerGraphs(graphs, done.append).replay()
+    assert done == [0, "from 0", 3, "from 3", 6, "from 6"]
+
+
+def test_passes_over_prompts_alone_begin_before_all_bytes_are_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+    manager, passes = make_passes()
+    monkeypatch.setattr(manager.device, "flush", lambda by_layer=False: asked.append(by_layer))
+    plan(manager, [1], [5])
+    assert passes.choose(8, [5]) and asked[-1]
+    plan(manager, [2], [5])
+    manager.launch_step()
+    assert not asked[-1]
 
 
 def test_passes_that_are_not_replayed_whole() -> None:
@@ -204,8 +224,8 @@ def test_captures(error: type[Exception], monkeypatch: pytest.MonkeyPatch, caplo
     _, passes = make_passes()
     passes.graphs.clear()
 
-    def record(_runner: Any, _forward: Any, wrapper: BoundedWrapper, _out: Any) -> Graph:
-        if wrapper.tokens == 16:
+    def record(_runner: Any, _forward: Any, passes: WholePasses, _out: Any) -> Graph:
+        if passes.wrapper.tokens == 16:
             raise error("CUDA out of memory")
         return Graph()
 
@@ -222,8 +242,8 @@ def test_captures(error: type[Exception], monkeypatch: pytest.MonkeyPatch, caplo
 def test_ranks_have_the_same_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Else one would fill a pass up, or replay a larger graph, where others do not, and their sums would not fit."""
 
-    def record(_runner: Any, _forward: Any, wrapper: BoundedWrapper, _out: Any) -> Graph:
-        if wrapper.tokens == 16 and wrapper.state is members[1].manager.state:
+    def record(_runner: Any, _forward: Any, passes: WholePasses, _out: Any) -> Graph:
+        if passes.wrapper.tokens == 16 and passes is members[1]:
             raise torch.OutOfMemoryError
         return Graph()
 

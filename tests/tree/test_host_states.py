@@ -15,7 +15,7 @@ from hypothesis.stateful import invariant, rule
 from sglang.srt.mem_cache.memory_pool import HybridReqToTokenPool, ReqToTokenPool
 
 from sglang_diffkv.layout.ranks import Ranks
-from sglang_diffkv.mem_pool.device import Beside, PageDevice
+from sglang_diffkv.mem_pool.device import Arriving, Beside, PageDevice
 from sglang_diffkv.mem_pool.saved_slots import SavedSlots, SlotStore
 from sglang_diffkv.srt.tree.host_index import HostNode
 from sglang_diffkv.srt.tree.host_tier import SELECTIVE, WRITE_BACK, WRITE_THROUGH, HostTier
@@ -475,7 +475,7 @@ def test_slots_of_any_shape_come_back_as_they_were(staged: int) -> None:
     for buffer in buffers:
         buffer.zero_()
     places = torch.tensor([1, 3, 8])
-    device._arriving = [Beside(None, None)]
+    device._arriving = [Arriving([], [(0, None)])]
     store.restore(saved, places, start=1)
     assert device._arriving, "they have waited for bytes of pages"
     for buffer, was in zip(buffers, before, strict=True):
